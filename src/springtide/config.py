@@ -1,0 +1,314 @@
+"""The run configuration: one typed tree, checked before anything heavy starts.
+
+Owns: every option's name, type, default and bounds, and `load_config` (a TOML file plus `--set a.b=c`). Invariants:
+an unknown key, a bad value and a contradiction are one clear line (`ConfigError`) that names the key and the remedy;
+the resolved tree is written to the run directory and reads back equal.
+Called by: the CLI, `springtide.train`, and every process of a run (each gets the resolved tree).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class ConfigError(Exception):
+    """A configuration that cannot run. One line: which key, what was given, what is allowed."""
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Run(Table):
+    name: str = Field("run", pattern=r"^[\w.\-]+$", description="the run directory's name")
+    dir: str = Field("runs", description="where run directories are made")
+    seed: int = Field(0, ge=0)
+    steps: Positive = Field(100, description="optimiser steps")
+    minutes: float | None = Field(None, gt=0, description="stop after this many minutes of training, if earlier")
+
+
+class Model(Table):
+    path: str = Field("springtide-nano", description="a Hugging Face directory, or the name of a shipped model")
+    tool_format: Literal["auto", "hermes", "glm", "plain"] = "auto"
+    context: Positive = Field(1024, description="tokens an episode may reach: then it ends as context_limit")
+
+
+class EngineTable(Table):
+    kind: Literal["local"] = "local"
+    ranks: Positive = Field(1, description="engine processes")
+    max_batch: Positive = Field(128, description="sequences decoded together")
+    kv_tokens: Positive = Field(65536, description="tokens of KV cache an engine holds, over all versions")
+    prefill_chunk: Positive = Field(2048, description="prompt tokens computed in one step")
+    weight_slots: Positive = Field(4, description="weight versions an engine holds at once")
+    device: str = "cpu"
+
+
+class RuntimeTable(Table):
+    kind: Literal["local"] = "local"
+    rollout_workers: Positive = 1
+    env_workers: Positive = 1
+    start_s: Seconds = Field(120.0, description="deadline for any process of the run to start")
+
+
+class SuiteEntry(Table):
+    use: str = Field(description="a registered suite, or FILE.py:Class")
+    split: Literal["train", "test", "ood"] = "train"
+    level: str = "quick"
+    weight: float = Field(1.0, gt=0, description="share of the consumed task mixture, relative to the others")
+
+
+class GroupTable(Table):
+    n: Positive = Field(8, description="members of a group")
+    min_members: Positive | None = Field(None, description="a group at its deadline is trained from this many; default n")
+    retries: int = Field(2, ge=0, description="fresh environments for a member lost to an environment error")
+    deadline_s: Seconds = Field(300.0, description="from a group's first start; then trained or dropped")
+
+
+class Rollout(Table):
+    temperature: float = Field(1.0, gt=0)
+    max_new_tokens: Positive = Field(64, description="tokens a turn may have")
+    max_turns: Positive | None = Field(None, description="fewer turns than the environment allows")
+    concurrency: Positive = Field(24, description="groups in flight")
+    context: Literal["full"] = "full"
+    group: GroupTable = GroupTable()
+    stale_probability: Share = Field(0.0, description="cross-policy sampling: share of turns drawn from the stale pool")
+    stale_refresh: Positive = Field(10, description="steps between refreshes of the stale pool")
+
+
+class Staleness(Table):
+    bound: int = Field(2, ge=0, description="steps a group may lag behind the weights it trains")
+    overage: Literal["wait", "drop"] = "wait"
+
+
+class Schedule(Table):
+    policy: Literal["synchronous", "fixed_split"] = "fixed_split"
+    strict: bool = Field(False, description="an invalid action of a policy is an error instead of a counted refusal")
+
+
+class Algorithm(Table):
+    advantage: Literal["group_relative", "leave_one_out"] = "group_relative"
+    divide_by_std: bool = Field(True, description="divide group-relative advantages by the group's standard deviation")
+    task_norm: Literal["none", "batch", "running"] = Field("batch", description="normalise advantages by suite")
+    equal_rewards: Literal["drop", "keep"] = "drop"
+    incomplete_reward: float = Field(-0.2, description="reward of a turn, context or time limit or invalid action")
+    loss: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+    dual_clip: float = Field(3.0, gt=1)
+    old_logprobs: Literal["rollout", "recompute"] = "rollout"
+    weight_cap: float | None = Field(None, gt=0, description="cap of pi_old/pi_rollout; with recompute only (2 there)")
+    kl_coef: float = Field(0.0, ge=0, description="k3 to the reference, added to the loss")
+    aggregation: Literal["token_mean", "trajectory_mean", "segment_mean"] = "token_mean"
+
+
+class ColdStart(Table):
+    steps: int = Field(0, ge=0, description="supervised steps on gold before RL; 0 for none")
+    tasks: Positive = Field(256, description="gold tasks a suite")
+    batch: Positive = Field(32, description="trajectories a step")
+    lr: float = Field(1e-3, gt=0)
+
+
+class Trainer(Table):
+    groups: Positive = Field(24, description="groups an optimiser step consumes")
+    micro_tokens: Positive = Field(8192, description="padded tokens in one forward pass")
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    lr: float = Field(4e-4, gt=0)
+    warmup: int = Field(0, ge=0, description="steps of linear warm-up")
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: float = Field(1.0, gt=0)
+    logit_chunk: Positive = Field(4096, description="action tokens whose logits exist at once")
+    checkpoint_every: Positive = 20
+    checkpoint_keep: Positive = 2
+    device: str = "cpu"
+    cold_start: ColdStart = ColdStart()
+
+
+class Reference(Table):
+    path: str | None = Field(None, description="weights of the KL reference; default: the run's start")
+
+
+class Weights(Table):
+    update_at: Literal["turn", "episode"] = "turn"
+    dir: str | None = Field(None, description="where published weights live; default /dev/shm, else the run directory")
+
+
+class Eval(Table):
+    every: int = Field(0, ge=0, description="steps between evaluations during training; 0 for none")
+    tasks: Positive = Field(64, description="tasks a suite")
+    split: Literal["train", "test", "ood"] = "test"
+    samples: Positive = Field(1, description="sampled episodes a task")
+    greedy: bool = Field(True, description="also one greedy episode a task")
+    at_ends: bool = Field(True, description="evaluate before the first and after the last step")
+    dev: bool = Field(False, description="evaluate the dev tenth of `train` instead of `split`")
+
+
+class Observe(Table):
+    progress: bool = True
+    tensorboard: bool = False
+    wandb: str | None = Field(None, description="a Weights & Biases project")
+    report: bool = True
+
+
+class Fabric(Table):
+    mode: Literal["local"] = "local"
+
+
+class Config(Table):
+    """A whole run."""
+
+    run: Run = Run()
+    model: Model = Model()
+    engine: EngineTable = EngineTable()
+    runtime: RuntimeTable = RuntimeTable()
+    suites: tuple[SuiteEntry, ...] = ()
+    rollout: Rollout = Rollout()
+    staleness: Staleness = Staleness()
+    schedule: Schedule = Schedule()
+    algorithm: Algorithm = Algorithm()
+    trainer: Trainer = Trainer()
+    reference: Reference = Reference()
+    weights: Weights = Weights()
+    eval: Eval = Eval()
+    observe: Observe = Observe()
+    fabric: Fabric = Fabric()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        def need(condition: bool, text: str) -> None:
+            if not condition:
+                raise ValueError(text)
+
+        group, algorithm = self.rollout.group, self.algorithm
+        need(bool(self.suites), "suites: name at least one, as [[suites]] with use = \"db\"")
+        names = [s.use for s in self.suites]
+        need(len(set(names)) == len(names), f"suites: {names} names one twice; give each once, with a weight")
+        need(group.n >= 2, "rollout.group.n: a group-relative advantage needs at least 2 members")
+        need((group.min_members or group.n) <= group.n, "rollout.group.min_members: more than rollout.group.n")
+        need((group.min_members or group.n) >= 2, "rollout.group.min_members: needs at least 2 members")
+        need(
+            algorithm.weight_cap is None or algorithm.old_logprobs == "recompute",
+            "algorithm.weight_cap: truncated weights need algorithm.old_logprobs = \"recompute\"",
+        )
+        need(
+            self.rollout.stale_probability == 0 or self.engine.weight_slots >= 3,
+            "rollout.stale_probability: the stale pool needs engine.weight_slots >= 3",
+        )
+        need(
+            self.engine.kv_tokens >= self.model.context,
+            f"engine.kv_tokens: {self.engine.kv_tokens} is less than model.context ({self.model.context})",
+        )
+        need(
+            self.rollout.max_new_tokens < self.model.context,
+            "rollout.max_new_tokens: must be less than model.context",
+        )
+        need(
+            self.schedule.policy != "synchronous" or self.runtime.rollout_workers == 1,
+            "schedule.policy: synchronous is bit-reproducible, so it needs runtime.rollout_workers = 1",
+        )
+        return self
+
+    @property
+    def min_members(self) -> int:
+        return self.rollout.group.min_members or self.rollout.group.n
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.run.dir) / self.run.name
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.model_dump(exclude_none=True, mode="json"))
+
+
+# What `--resume` may change: nothing that alters what a finished step meant.
+RESUMABLE = frozenset(
+    {
+        "run.steps",
+        "run.minutes",
+        "runtime.env_workers",
+        "runtime.start_s",
+        "trainer.checkpoint_every",
+        "trainer.checkpoint_keep",
+        "eval.every",
+        "observe.progress",
+        "observe.tensorboard",
+        "observe.wandb",
+        "observe.report",
+    }
+)
+
+
+def load_config(path: Path | None, sets: tuple[str, ...] = (), base: dict[str, Any] | None = None) -> Config:
+    """Read a TOML file (or `base`), apply `--set a.b=c` items in order, and check. Raises: ConfigError."""
+    data: dict[str, Any] = dict(base or {})
+    if path is not None:
+        try:
+            data = tomllib.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror or error}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not TOML: {error}") from None
+    for item in sets:
+        _apply(data, item)
+    return make_config(data)
+
+
+def make_config(data: dict[str, Any]) -> Config:
+    """Check a plain tree. Raises: ConfigError with one line a fault."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_line(e) for e in error.errors())) from None
+
+
+def changed_keys(old: Config, new: Config) -> set[str]:
+    """Dotted keys whose values differ; a suites list counts as one key."""
+
+    def walk(a: Any, b: Any, prefix: str) -> set[str]:
+        if isinstance(a, dict) and isinstance(b, dict):
+            return set().union(*(walk(a.get(k), b.get(k), f"{prefix}.{k}" if prefix else k) for k in a.keys() | b.keys()))
+        return set() if a == b else {prefix}
+
+    return walk(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
+
+
+def _line(error: Any) -> str:
+    where = ".".join(str(p) for p in error["loc"])
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        table = ".".join(str(p) for p in error["loc"][:-1]) or "the configuration"
+        message = f"no such key in {table}; see docs/configuration.md"
+    elif where and error["type"] != "value_error":
+        message = f"{message}, not {error['input']!r}"
+    return f"{where}: {message}" if where else message
+
+
+def _apply(data: dict[str, Any], item: str) -> None:
+    key, equals, text = item.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {item!r}: write it as table.key=value")
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    *path, last = key.strip().split(".")
+    node: Any = data
+    for depth, part in enumerate(path):
+        try:
+            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
+        except (ValueError, IndexError):
+            raise ConfigError(f"--set {item!r}: {'.'.join(path[: depth + 1])} is not an entry of the list") from None
+        if not isinstance(node, (dict, list)):
+            raise ConfigError(f"--set {item!r}: {'.'.join(path[: depth + 1])} is not a table")
+    if isinstance(node, list):
+        raise ConfigError(f"--set {item!r}: name an entry, as {'.'.join(path)}.0.{last}")
+    node[last] = value

@@ -1,0 +1,185 @@
+"""Supervised child processes: started with a clean interpreter, reached over a Unix socket, dead with their parent.
+
+Owns: a child's whole life (`start_process` is a context). Invariants: a child whose parent died, however it died,
+exits within a second (it holds the read end of a pipe whose only write end is the parent's); what a child prints goes
+to its log file; leaving the context terminates the child, then kills it.
+Called by: the driver for its ranks and workers, the local environment runner, the engines' supervisors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from springtide.wire import Client, ConnectionLost, DeadlineExceeded
+
+Main = Callable[[str, dict[str, Any]], Awaitable[None]]
+_TERMINATE_S = 5.0  # a child gets this long to leave in good order before it is killed
+
+
+class ProcessFailed(Exception):
+    """A child did not start, or ended by itself. The text holds its exit status and the end of its log."""
+
+
+class Process:
+    """A running child: `client` calls it, `exited` is set when it ends, `pid` is its process id."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, client: Client, log_path: Path) -> None:
+        self.name, self._process, self.client, self.log_path = name, process, client, log_path
+        self.exited = asyncio.Event()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    def kill(self) -> None:
+        """SIGKILL the child and everything it started in its process group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def failure(self) -> ProcessFailed:
+        """The error to raise when the child ended by itself."""
+        return ProcessFailed(f"{self.name} ended with status {self.returncode}; {_tail(self.log_path)}")
+
+
+@contextlib.asynccontextmanager
+async def start_process(
+    name: str, entry: str, args: dict[str, Any], *, log_path: Path, deadline_s: float = 120.0
+) -> AsyncIterator[Process]:
+    """Run `entry` ("package.module:function") in a child and connect to it.
+
+    The function is `async def main(socket_path: str, args: dict)`: it serves `socket_path` with `wire.serve` and
+    returns or is cancelled to end. `args` must be JSON. Raises: ProcessFailed if it does not listen in `deadline_s`.
+    """
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="springtide-") as directory, open(log_path, "ab") as log_file:
+        socket_path = f"{directory}/s"
+        death_read, death_write = os.pipe()
+        try:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "springtide.process",
+                str(death_read),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log_file,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=(death_read,),
+                start_new_session=True,
+                # One thread a process: threads that spin for each other are far slower on shared cores.
+                env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            )
+        finally:
+            os.close(death_read)
+        process: Process | None = None
+        watcher: asyncio.Task[None] | None = None
+        try:
+            assert child.stdin is not None
+            child.stdin.write(json.dumps({"name": name, "entry": entry, "socket": socket_path, "args": args}).encode())
+            with contextlib.suppress(ConnectionError):
+                await child.stdin.drain()
+            child.stdin.close()
+            client = await _connect(child, socket_path, name, log_path, deadline_s)
+            process = Process(name, child, client, log_path)
+
+            async def watch(running: Process) -> None:
+                await child.wait()
+                running.exited.set()
+
+            watcher = asyncio.create_task(watch(process))
+            yield process
+        finally:
+            await _end(child)
+            if process is not None:
+                await process.client.close()
+            if watcher is not None:
+                await watcher
+            os.close(death_write)
+
+
+async def _connect(
+    child: asyncio.subprocess.Process, socket_path: str, name: str, log_path: Path, deadline_s: float
+) -> Client:
+    async def ended() -> None:
+        await child.wait()
+
+    waiter = asyncio.create_task(ended())
+    opener = asyncio.create_task(Client.open(socket_path, name=name, deadline_s=deadline_s))
+    try:
+        await asyncio.wait({waiter, opener}, return_when=asyncio.FIRST_COMPLETED)
+        if opener.done() and not opener.exception():
+            return opener.result()
+        if waiter.done():
+            raise ProcessFailed(f"{name} ended with status {child.returncode} while starting; {_tail(log_path)}")
+        raise ProcessFailed(f"{opener.exception()}; {_tail(log_path)}")
+    finally:
+        for task in (waiter, opener):
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, ConnectionLost, DeadlineExceeded):
+                    await task
+
+
+async def _end(child: asyncio.subprocess.Process) -> None:
+    if child.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            child.terminate()
+        try:
+            async with asyncio.timeout(_TERMINATE_S):
+                await child.wait()
+        except TimeoutError:
+            pass
+    with contextlib.suppress(ProcessLookupError):  # also what the child itself left in its group
+        os.killpg(child.pid, signal.SIGKILL)
+    await child.wait()
+
+
+def _tail(path: Path, lines: int = 12) -> str:
+    try:
+        text = path.read_text(errors="replace").strip().splitlines()[-lines:]
+    except OSError:
+        return "no log"
+    return f"the end of {path}:\n  " + "\n  ".join(text) if text else f"{path} is empty"
+
+
+def _child() -> None:
+    death_fd = int(sys.argv[1])
+
+    def die_with_parent() -> None:
+        os.read(death_fd, 1)  # returns only when the parent's end closes
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=die_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+    spec = json.loads(sys.stdin.buffer.read())
+    module, _, function = spec["entry"].partition(":")
+    main: Main = getattr(importlib.import_module(module), function)
+
+    async def run() -> None:
+        task = asyncio.ensure_future(main(spec["socket"], spec["args"]))
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of a hung tool must not keep the process
+
+
+if __name__ == "__main__":
+    _child()
