@@ -1,0 +1,36 @@
+"""Springtide: online reinforcement learning for agents.
+
+Public names resolve on first use, so that `import springtide` costs next to nothing and needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from springtide.api import evaluate as evaluate
+    from springtide.api import train as train
+    from springtide.env.environment import Environment as Environment
+    from springtide.env.suite import Suite as Suite
+    from springtide.env.tools import tool as tool
+    from springtide.trace import Task as Task
+
+__version__ = "0.1.0"
+_HOME = {
+    "Environment": "springtide.env.environment",
+    "tool": "springtide.env.tools",
+    "Task": "springtide.trace",
+    "Suite": "springtide.env.suite",
+    "train": "springtide.api",
+    "evaluate": "springtide.api",
+}
+__all__ = ["Environment", "Suite", "Task", "evaluate", "tool", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'springtide' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

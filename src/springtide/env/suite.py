@@ -1,0 +1,68 @@
+"""`Suite`: a named, versioned family of tasks and the environment that plays them.
+
+Owns: nothing but the names. Invariants: a suite's task i of a split and level is the same task in every process; what
+does not exist (a level, a split, an index) is one line that lists what does.
+Called by: suites (they define one), the registry, workers, the checker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from springtide.env.environment import Environment
+from springtide.trace import Task, TaskRef
+
+SPLITS = ("train", "test", "ood")
+
+
+class SuiteError(Exception):
+    """A suite that cannot be used, or was asked for what it lacks. One line, with the remedy."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """`tasks(split, level)` is sized and lazy; a split that a suite lacks is empty."""
+
+    name: str
+    version: str
+    environment: type[Environment]
+    levels: tuple[str, ...]
+    tasks: Callable[[str, str], Sequence[Task]]
+
+    def __post_init__(self) -> None:
+        env = self.environment
+        if not (isinstance(env, type) and issubclass(env, Environment)):
+            raise SuiteError(f"suite {self.name}: {env!r} is not a subclass of springtide.Environment")
+        if env.start is Environment.start:
+            raise SuiteError(f"suite {self.name}: {env.__name__} has no start; define start(self) -> str")
+        if not env.tools and not env.plain_answer and env.reply is Environment.reply:
+            raise SuiteError(f"suite {self.name}: {env.__name__} has no tool; put @tool above a method")
+
+    @classmethod
+    def of(cls, environment: type[Environment]) -> Suite:
+        """The suite of an environment class that lists its own tasks."""
+        return cls(environment.name, environment.version, environment, environment.levels, environment.tasks)
+
+    def select(self, split: str, level: str) -> Sequence[Task]:
+        """The tasks of a split and level. Raises: SuiteError."""
+        if level not in self.levels:
+            raise SuiteError(f"suite {self.name} has no level {level!r}; it has {', '.join(self.levels)}")
+        if split not in SPLITS:
+            raise SuiteError(f"there is no split {split!r}; there are {', '.join(SPLITS)}")
+        return self.tasks(split, level)
+
+    def task(self, ref: TaskRef) -> Task:
+        """The task a reference names. Raises: SuiteError if this suite has another task in its place."""
+        tasks = self.select(ref.split, ref.level)
+        if not 0 <= ref.index < len(tasks):
+            raise SuiteError(
+                f"suite {self.name} has {len(tasks)} tasks in {ref.split}/{ref.level}, no index {ref.index}"
+            )
+        task = tasks[ref.index]
+        if (task.id, task.version) != (ref.id, ref.version):
+            raise SuiteError(
+                f"suite {self.name} has changed: task {ref.index} is {task.id} (version {task.version}), "
+                f"but {ref.id} (version {ref.version}) was asked for"
+            )
+        return task
