@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -54,7 +55,7 @@ class InProcessClient:
 
     async def open(self, task: TaskRef, visit: int, member: int, retry: int, deadline_s: float) -> EpisodeRunner:
         suite = self.suite(task.suite)
-        session_id = f"{task.id}:{visit}:{member}:{retry}:{next(self._numbers)}"
+        session_id = f"{task.id}:{visit}:{member}:{retry}:{os.getpid()}-{next(self._numbers)}"
         try:
             async with asyncio.timeout(deadline_s):
                 shared = await self.shared(suite.environment)
