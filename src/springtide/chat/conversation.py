@@ -60,7 +60,7 @@ class Conversation:
         self._closed: list[Segment] = []
         self._open = _Open(chat.encode_prompt(self._prompt))
         self._reply: str | None = None  # the last turn's text, until its observation comes
-        self._at_end_of_turn = False
+        self._last_id = -1  # the stop token it ended with; -1 for a reply that was cut
         self.messages: list[Message] = list(messages)
         self.turns: list[Turn] = []
 
@@ -101,7 +101,7 @@ class Conversation:
             raise ValueError("two assistant turns in a row: call observe() between them, with no messages if need be")
         stopped = len(ids) > 0 and int(ids[-1]) in self.chat.stop_ids
         self._reply = self.chat.decode(ids[:-1] if stopped else ids)
-        self._at_end_of_turn = stopped and int(ids[-1]) == self.chat.end_id
+        self._last_id = int(ids[-1]) if stopped else -1
         start = len(self._open.ids)
         self._open.ids = np.concatenate((self._open.ids, ids))
         self._open.sampled.append((start, scores, tags))
@@ -154,16 +154,14 @@ class Conversation:
         chat, reply = self.chat, self._reply
         if reply is None or not rendered.startswith(self._prompt):
             return None
-        end = len(self._prompt) - 1
-        for _ in range(1 + reply.count(chat.end_of_turn)):  # a reply may spell the end of turn in ordinary tokens
-            end = rendered.find(chat.end_of_turn, end + 1)
-            if end < 0:
-                return None
+        found = chat.find_end(rendered, len(self._prompt), reply)
+        if found is None:
+            return None
+        end, token, token_id = found
         if not self._same_reply(rendered[len(self._prompt) : end], reply):
             return None
-        after = rendered[end + len(chat.end_of_turn) :]
-        tail = chat.encode_after_turn(after)
-        return tail if self._at_end_of_turn else np.append(np.int32(chat.end_id), tail).astype(np.int32)
+        tail = chat.encode_after(token, rendered[end + len(token) :])
+        return tail if self._last_id == token_id else np.append(np.int32(token_id), tail).astype(np.int32)
 
     def _same_reply(self, shown: str, sampled: str) -> bool:
         """Whether the template shows a reply as sampled, up to white space and the spelling of JSON."""

@@ -46,8 +46,9 @@ def measure_drift(conversation: Conversation) -> Drift:
     """
     chat, ours = conversation.chat, conversation.ids
     theirs = chat.encode(conversation.rendered())
-    if conversation.waiting:  # the template also writes what stands behind the turn
-        theirs = theirs[: len(ours)] if np.array_equal(theirs[: len(ours)], ours) else theirs
+    if conversation.waiting:  # what stands behind the turn is the template's business once something follows
+        ours = ours[:-1] if len(ours) and int(ours[-1]) in chat.stop_ids else ours
+        theirs = theirs[: len(ours)]
     if np.array_equal(ours, theirs):
         return Drift("none")
     shared = min(len(ours), len(theirs))

@@ -30,8 +30,10 @@ _CACHED_PROMPTS = 512  # a group's members start from one prompt; this many dist
 class Chat:
     """Messages to tokens and back, for one model.
 
-    stop_ids: every id that ends a turn, the template's own end-of-turn first. vocab_size: one more than the largest
-    id the tokenizer knows. fingerprints: sha256 of what decides the ids (`tokenizer`, `template`).
+    ends: the tokens (text, id) with which the template ends a reply in text and one with calls: usually one end-of-turn
+    for both; with GLM, which has none, the header of what follows. stop_ids: every id that ends a turn, those first.
+    vocab_size: one more than the largest id the tokenizer knows. fingerprints: sha256 of what decides the ids
+    (`tokenizer`, `template`).
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class Chat:
         self.template = template
         source = template.source(tools=True)
         self.format = tool_format or detect_format(source)
-        self.end_of_turn, self.end_id = self._find_end_of_turn()
-        self.stop_ids = tuple(dict.fromkeys((self.end_id, *stop_tokens)))
+        self._closes = True  # whether a reply is ended even when nothing follows it
+        self.ends = self._find_ends()
+        self.stop_ids = tuple(dict.fromkeys((*(token_id for _, token_id in self.ends), *stop_tokens)))
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
         self.reads_reasoning = "reasoning_content" in source or "</think>" in source or ".thinking" in source
         self._calls_as_text = self._shows_call_text_verbatim()
@@ -74,9 +77,24 @@ class Chat:
             ids = self._tokenizer.encode(clean, add_special_tokens=False).ids
         return np.asarray(ids, np.int32)
 
-    def encode_after_turn(self, text: str) -> np.ndarray:
-        """ids int32 [T] of a text as they stand behind an end-of-turn token (some tokenizers differ at a start)."""
-        return self.encode(self.end_of_turn + text)[1:]
+    def encode_after(self, token: str, text: str) -> np.ndarray:
+        """ids int32 [T] of a text as they stand behind a special token (some tokenizers differ at a start)."""
+        return self.encode(token + text)[1:]
+
+    def find_end(self, text: str, start: int, reply: str) -> tuple[int, str, int] | None:
+        """Where the template ends the turn that starts at `start` of a rendered text: (position, token, id), or None.
+
+        reply: what the turn says; it may spell such a token in ordinary tokens.
+        """
+        spelled = sum(reply.count(token) for token, _ in set(self.ends))
+        at = start
+        for _ in range(1 + spelled):
+            found = [(i, token, token_id) for token, token_id in self.ends if (i := text.find(token, at)) >= 0]
+            if not found:
+                return None
+            end = min(found)
+            at = end[0] + len(end[1])
+        return end
 
     def encode_prompt(self, text: str) -> np.ndarray:
         """As `encode`, remembered: the members of a group start from the same text. Do not write to the result."""
@@ -100,8 +118,8 @@ class Chat:
         if self.format.in_text and tools:
             text = describe_tools(tools)
             if views and views[0]["role"] == "system":
-                first, *rest = views
-                views = [first | {"content": f"{first['content']}\n\n{text}"}, *rest]
+                first: View = views[0] | {"content": f"{views[0]['content']}\n\n{text}"}
+                views = [first, *views[1:]]
             else:
                 views = [{"role": "system", "content": text}, *views]
             tools = ()
@@ -134,11 +152,13 @@ class Chat:
             header = prompt[len(common) :] if prompt.startswith(common) else ""
             shared = next((i for i, (a, b) in enumerate(zip(header, whole[len(common) :])) if a != b), len(header))
             body = whole[len(common) + shared :]
-        written = self._gold_text(message)
-        end = _nth(body, self.end_of_turn, written.count(self.end_of_turn))
-        if end < 0:
-            raise ChatError(f"the chat template does not end this reply with {self.end_of_turn}: {body!r}")
-        return np.append(self.encode_after_turn(body[:end]), np.int32(self.end_id)).astype(np.int32)
+        token, token_id = self.ends[1 if message.tool_calls else 0]
+        if self._closes:
+            end = self.find_end(body, 0, self._gold_text(message))
+            if end is None:
+                raise ChatError(f"the chat template does not end this reply with {token}: {body!r}")
+            body = body[: end[0]]
+        return np.append(self.encode_after(token, body), np.int32(token_id)).astype(np.int32)
 
     def tools(self, tools: Sequence[dict[str, Any]]) -> tuple[ToolSchema, ...]:
         """Schemas as templates see them, made once for each tool set. Raises: ChatError if the template shows none."""
@@ -206,31 +226,44 @@ class Chat:
         except ValueError:
             return call.arguments
 
-    def _find_end_of_turn(self) -> tuple[str, int]:
+    def _find_ends(self) -> tuple[tuple[str, int], tuple[str, int]]:
         mark = "springtide-probe"
-        text = self.template.render(
-            [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}], None, False
-        )
-        after = text[text.rfind(mark) + len(mark) :]
-        best: tuple[int, int, str, int] | None = None
-        for token_id, token in self._tokenizer.get_added_tokens_decoder().items():
-            at = after.find(token.content)
-            if at >= 0 and token.content.strip():
-                found = (at, -len(token.content), token.content, token_id)
-                best = min(best, found) if best else found
-        if mark not in text or best is None or after[: best[0]].strip():
+        turn: list[View] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
+
+        def after(following: list[View]) -> str:
+            text = self.template.render([*turn, *following], None, False)
+            if mark not in text:
+                raise ChatError("the chat template does not show what an assistant message says")
+            return text[text.rfind(mark) + len(mark) :]
+
+        if closing := after([]).strip():
+            token = self._leading_token(closing)
+            return token, token
+        self._closes = False
+        results: list[View] = [{"role": "user" if self.format.in_text else "tool", "content": "b"}]
+        return self._leading_token(after([{"role": "user", "content": "b"}])), self._leading_token(after(results))
+
+    def _leading_token(self, text: str) -> tuple[str, int]:
+        """The added token a text starts with, white space aside."""
+        text = text.lstrip()
+        known = self._tokenizer.get_added_tokens_decoder().items()
+        found = [(t.content, i) for i, t in known if t.content.strip() and text.startswith(t.content)]
+        if not found:
             raise ChatError(
-                f"the chat template ends an assistant turn with {after!r}, which starts with no added token of the "
+                f"the chat template ends an assistant turn with {text[:40]!r}, which starts with no added token of the "
                 "tokenizer: a model could not say where its turn stops. Add one (an eos_token, say) to both"
             )
-        return best[2], best[3]
+        return max(found, key=lambda pair: len(pair[0]))
 
     def _shows_call_text_verbatim(self) -> bool:
         if self.format.in_text:
             return False
         written = '{"springtide": "probe"}'
         call = {"type": "function", "id": "call_0", "function": {"name": "f", "arguments": written}}
-        views = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        views: list[View] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
         try:
             return written in self.template.render(views, None, False)
         except ChatError:
@@ -297,11 +330,3 @@ def _with_thinking(message: Message) -> str:
     if not message.reasoning_content:
         return message.text
     return f"<think>\n{message.reasoning_content}\n</think>\n\n{message.text}"
-
-
-def _nth(text: str, part: str, skip: int) -> int:
-    """Where `part` occurs in `text` after `skip` earlier occurrences; -1 if it does not."""
-    at = text.find(part)
-    while at >= 0 and skip > 0:
-        at, skip = text.find(part, at + len(part)), skip - 1
-    return at

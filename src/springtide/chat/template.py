@@ -115,8 +115,20 @@ class _IgnoreGeneration(jinja2.ext.Extension):
         return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """The sandbox, with a short way to a dict's own keys: half of a render's time is `message.role` and its like."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute]  # what the sandbox answers too, after failing to find an attribute
+        return super().getattr(obj, attribute)
+
+
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_IgnoreGeneration, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson

@@ -1,8 +1,8 @@
 """Tool calls as text: how a model writes them, and how its reply is taken apart.
 
-Owns: the `ToolFormat` protocol and its three formats. `hermes` is `<tool_call>{"name": …, "arguments": {…}}</tool_call>`
-(Qwen, Hermes, springtide-nano); `glm` is `<tool_call>name` with `<arg_key>`/`<arg_value>` pairs (GLM-4.5 and later);
-`plain` is a line `Action: name({…})`, for models and templates that know no tools (see `describe_tools`).
+Owns: the `ToolFormat` protocol and its three formats. `hermes` is a JSON object in `<tool_call>` tags (Qwen, Hermes,
+springtide-nano); `glm` is `<tool_call>name` with `<arg_key>`/`<arg_value>` pairs (GLM-4.5 and later); `plain` is a line
+`Action: name({…})`, for models and templates that know no tools (see `describe_tools`).
 Invariants: `parse` never raises, whatever the text; what cannot be executed is a ToolCall with `error` set, never a
 lost call and never a guessed one; a turn cut by the token limit has no executable call; text inside `<think>` is never
 read as a call; `parse(render(calls)).calls == calls` for calls with valid arguments.
@@ -65,10 +65,8 @@ class Hermes:
         return _parse(text, finish, "<tool_call>", _hermes_call)
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        return "\n".join(
-            f'<tool_call>\n{{"name": {json.dumps(c.name, ensure_ascii=False)}, "arguments": {c.arguments}}}\n</tool_call>'
-            for c in calls
-        )
+        bodies = (f'{{"name": {_dump(c.name)}, "arguments": {c.arguments}}}' for c in calls)
+        return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
 
 
 class Glm:
@@ -129,7 +127,7 @@ def detect_format(template: str) -> ToolFormat:
     """The format a chat template's own text teaches; `NoCalls` if it teaches none of ours."""
     if "<arg_key>" in template:
         return FORMATS["glm"]
-    if "<tool_call>" in template:
+    if "<tool_call>" in template and "<function=" not in template:  # Qwen3-Coder writes XML in these tags
         return FORMATS["hermes"]
     return NoCalls()
 
