@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from springtide.env.session import Observation as Observation
     from springtide.env.session import Session as Session
     from springtide.env.suite import Suite as Suite
+    from springtide.env.suite import SuiteError as SuiteError
     from springtide.env.tools import ToolError as ToolError
     from springtide.env.tools import tool as tool
     from springtide.trace import Check as Check

@@ -1,0 +1,402 @@
+"""The author's checker: plays a suite as a run would and says what is wrong with it.
+
+Owns: the checks behind `springtide doctor env NAME`. Invariants: gold of `test` and `ood` is read inside this process
+only (the author's scope) and is printed nowhere; a check that cannot be made says so instead of passing.
+Called by: `cli.doctor`, the shipped suites' tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import math
+import os
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from springtide.env.inprocess import InProcessClient
+from springtide.env.local import LocalClient, LocalRunner
+from springtide.env.runner import EpisodeRunner
+from springtide.env.session import EnvironmentUnavailable, Observation
+from springtide.env.suite import SPLITS, Suite
+from springtide.trace import Message, Outcome, Task, ToolCall
+from springtide.wire import pack
+
+_COMPARED = 2000  # tasks a split whose contents are compared between splits
+_LONGEST_S = 3600.0  # a deadline beyond an hour stops a run as surely as none
+_WORDS = ("", "a", "42", "x" * 2000, "Robert'); DROP TABLE students;--", "naïve café 東京 🚲", "a\x00b", "%s {0} \\")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One check: `ok`, `failed`, or `skipped` where it cannot be made. `detail` is one line."""
+
+    check: str
+    verdict: Literal["ok", "failed", "skipped"]
+    detail: str
+
+
+@dataclass(frozen=True)
+class Report:
+    suite: str
+    version: str
+    level: str
+    tasks: dict[str, int]
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(verdict.verdict != "failed" for verdict in self.verdicts)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "ok": self.ok}
+
+
+class _Failed(Exception):
+    """A check that failed; the text is its detail."""
+
+
+class _Skipped(Exception):
+    """A check that cannot be made; the text says why."""
+
+
+@dataclass
+class _Played:
+    """One episode as it went."""
+
+    opening: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...]
+    observations: list[Observation]
+    outcome: Outcome
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def visible(self) -> tuple[Any, ...]:
+        """What the policy saw and got; equal for equal episodes."""
+        seen = [(o.messages, o.step_reward, o.ended) for o in self.observations]
+        return (self.opening, self.tools, tuple(seen), self.outcome.reward, self.outcome.success)
+
+
+async def check_suite(use: str, suite: Suite, level: str, tasks: int = 8) -> Report:
+    """Examine `suite` (loaded by the name `use`) at `level`, on `tasks` tasks of every split."""
+    checker = _Checker(use, suite, level, tasks)
+    async with InProcessClient([suite]) as client:
+        checker.client = client
+        verdicts = [await _judge(name, check) for name, check in checker.checks()]
+    sizes = {split: len(checker.lists.get(split, ())) for split in SPLITS}
+    return Report(suite.name, suite.version, level, sizes, tuple(verdicts))
+
+
+async def _judge(name: str, check: Callable[[], Awaitable[str]]) -> Verdict:
+    try:
+        return Verdict(name, "ok", await check())
+    except _Failed as failure:
+        return Verdict(name, "failed", str(failure))
+    except _Skipped as reason:
+        return Verdict(name, "skipped", str(reason))
+    except EnvironmentUnavailable as error:
+        return Verdict(name, "failed", str(error))
+    except Exception as error:  # the author's code raised where no rule catches it: that is a finding
+        return Verdict(name, "failed", f"{type(error).__name__}: {error}")
+
+
+class _Checker:
+    client: InProcessClient
+
+    def __init__(self, use: str, suite: Suite, level: str, tasks: int) -> None:
+        self._use, self._suite, self._level, self._count = use, suite, level, tasks
+        self.lists: dict[str, Sequence[Task]] = {}
+        self._gold: list[tuple[Task, _Played]] = []
+
+    def checks(self) -> list[tuple[str, Callable[[], Awaitable[str]]]]:
+        return [
+            ("schemas", self._schemas),
+            ("tasks", self._tasks),
+            ("splits", self._splits),
+            ("gold", self._gold_scores),
+            ("noop", self._noop),
+            ("single use", self._single_use),
+            ("determinism", self._determinism),
+            ("worker", self._worker),
+            ("deadlines", self._deadlines),
+            ("robustness", self._robustness),
+            ("leaks", self._leaks),
+        ]
+
+    async def _schemas(self) -> str:
+        tools = self._suite.environment.tools
+        for tool in tools.values():
+            for name, parameter in tool.parameters.items():
+                if "description" not in parameter.schema and len(tool.parameters) > 1:
+                    raise _Failed(f"{tool.name}: nothing describes {name}; add a line `{name}: ...` to its docstring")
+        return (
+            ", ".join(f"{tool.name}({', '.join(tool.parameters)})" for tool in tools.values()) or "plain answers only"
+        )
+
+    async def _tasks(self) -> str:
+        for split in SPLITS:
+            self.lists[split] = self._suite.select(split, self._level)
+        if not len(self.lists["train"]):
+            raise _Failed(f"train/{self._level} is empty; there is nothing to learn from")
+        seen: set[str] = set()
+        for split, tasks in self.lists.items():
+            again = self._suite.select(split, self._level)
+            for task in self._sample(split, 200):
+                where = f"{split}/{self._level}[{task.index}]"
+                expected = f"{self._suite.name}/{self._level}/{split}/{task.index}"
+                if (task.id, task.suite, task.version) != (expected, self._suite.name, self._suite.version):
+                    raise _Failed(f"{where} calls itself {task.id} (version {task.version}); it must be {expected}")
+                if task.id in seen:
+                    raise _Failed(f"two tasks are called {task.id}")
+                seen.add(task.id)
+                if pack(again[task.index]) != pack(task):
+                    raise _Failed(f"{where} differs when it is asked for again; index i must always be the same task")
+                if split == "train" and (task.index % 10 == 9) != ("dev" in task.tags):
+                    raise _Failed(f"{where}: in train, exactly the indices with index % 10 == 9 are tagged dev")
+            if len(again) != len(tasks):
+                raise _Failed(f"{split}/{self._level} has {len(tasks)} tasks, then {len(again)}")
+        return ", ".join(f"{split} {len(tasks)}" for split, tasks in self.lists.items())
+
+    async def _splits(self) -> str:
+        contents: dict[bytes, str] = {}
+        compared = 0
+        for split in SPLITS:
+            for task in self._sample(split, _COMPARED):
+                # Indices and seeds differ by nature; what a policy could memorise is the rest.
+                content = pack((task.payload, task.setup, task.judge))
+                if content == pack(({}, (), None)):
+                    raise _Skipped("tasks differ by seed alone; compare the splits where the environment makes them")
+                other = contents.setdefault(content, f"{split}/{task.index}")
+                if not other.startswith(f"{split}/"):
+                    raise _Failed(f"{split}/{task.index} has the contents of {other}: what is measured was trained on")
+                compared += 1
+        return f"no contents shared between splits ({compared} tasks compared)"
+
+    async def _gold_scores(self) -> str:
+        without = 0
+        for split in SPLITS:
+            for task in self._sample(split, self._count):
+                played = await self._play_gold(task)
+                if played is None:
+                    without += 1
+                    continue
+                self._gold.append((task, played))
+                outcome = played.outcome
+                if not outcome.success:
+                    said = f"{outcome.cause}: {outcome.detail}" if outcome.cause else f"reward {outcome.reward}"
+                    raise _Failed(f"the gold of {task.id} ends as {outcome.status}, {said}; it must succeed")
+        if not self._gold:
+            raise _Skipped("no task has gold; without gold() nobody knows that the tasks can be done")
+        turns = [len(played.observations) for _, played in self._gold]
+        more = f"; {without} tasks without gold" if without else ""
+        return f"succeeds on {len(turns)} tasks, {min(turns)} to {max(turns)} turns{more}"
+
+    async def _noop(self) -> str:
+        expected = self._suite.environment.noop_score
+        for split in SPLITS:
+            for task in self._sample(split, self._count):
+                outcome = (await self._play(task, [])).outcome
+                if outcome.reward is None or not math.isclose(outcome.reward, expected, abs_tol=1e-9):
+                    got = outcome.reward if outcome.cause is None else f"{outcome.cause}: {outcome.detail}"
+                    raise _Failed(f"doing nothing in {task.id} scores {got}; noop_score says {expected}")
+                if outcome.success:
+                    raise _Failed(f"doing nothing in {task.id} counts as success")
+        return f"doing nothing scores {expected:g}"
+
+    async def _single_use(self) -> str:
+        task = self.lists["train"][0]
+        environment = self._suite.environment(task, await self.client.shared(self._suite.environment))
+        first = await EpisodeRunner.open(environment)
+        await first.close()
+        try:
+            second = await EpisodeRunner.open(environment)
+        except RuntimeError:
+            return "an instance refuses a second episode"
+        await second.close()
+        raise _Failed("an instance plays twice; do not override _claim")
+
+    async def _determinism(self) -> str:
+        for task, played in self._gold or [(t, await self._play(t, [])) for t in self._sample("train", self._count)]:
+            again = await self._play_gold(task) or await self._play(task, [])
+            if again.visible != played.visible:
+                raise _Failed(f"{task.id} went differently the second time; draw randomness from self.rng only")
+        return "the same task and calls give the same messages" + ("" if self._gold else " (openings only: no gold)")
+
+    async def _worker(self) -> str:
+        """What a worker process shows must equal what this one shows: sets and hashes differ between processes."""
+        with tempfile.TemporaryDirectory() as directory:
+            async with LocalRunner((self._use,), 1, Path(directory)) as runner, LocalClient(runner.addresses) as client:
+                for split in SPLITS:
+                    for task in self._sample(split, max(self._count // 2, 1)):
+                        session = await client.open(task.ref, 0, 0, 0, self._suite.environment.limits.start_s + 60)
+                        calls = [] if split != "train" else await session.gold() or []
+                        observations = [await session.act(_as_message(call), i) for i, call in enumerate(calls)]
+                        outcome = await session.finish("done")
+                        await session.close()
+                        there = _Played(session.messages, session.tools, observations, outcome)
+                        here = await self._play(task, calls)
+                        if pack(there.visible) != pack(here.visible):
+                            raise _Failed(
+                                f"{task.id} differs between processes; look for sets, hash() and global state"
+                            )
+        return "a worker process shows the same"
+
+    async def _deadlines(self) -> str:
+        limits = self._suite.environment.limits
+        for name in ("start_s", "act_s", "settle_s", "score_s"):
+            seconds = getattr(limits, name)
+            if not 0 < seconds <= _LONGEST_S:
+                raise _Failed(f"limits.{name} is {seconds:g}; it must be above 0 and at most {_LONGEST_S:g} s")
+        if limits.max_turns < 1:
+            raise _Failed(f"max_turns is {limits.max_turns}; it must be at least 1")
+        longest = max((len(played.observations) for _, played in self._gold), default=0)
+        if longest > limits.max_turns:
+            raise _Failed(f"a gold solution takes {longest} turns, max_turns is {limits.max_turns}")
+        slowest = {"start_s": 0.0, "act_s": 0.0, "score_s": 0.0}
+        for _, played in self._gold:
+            for name, seconds in played.seconds.items():
+                slowest[name] = max(slowest[name], seconds)
+        for name, seconds in slowest.items():
+            if seconds > getattr(limits, name) / 2:
+                raise _Failed(
+                    f"{name[:-2]} took {seconds:.2g} s here; limits.{name} = {getattr(limits, name):g} is tight"
+                )
+        return "slowest " + ", ".join(f"{name[:-2]} {seconds * 1e3:.1f} ms" for name, seconds in slowest.items())
+
+    async def _robustness(self) -> str:
+        """Calls drawn at random from the schemas: an environment may refuse them with ToolError, never break."""
+        succeeded = episodes = 0
+        for task in self._sample("train", self._count * 2):
+            rng = random.Random(task.seed)
+            async with _opened(self.client, task) as runner:
+                ended = False
+                turn = 0
+                while not ended:
+                    ended = (await runner.act(_random_turn(runner, rng), turn)).ended
+                    turn += 1
+                outcome = await runner.finish("done")
+            if outcome.failed_environment:
+                raise _Failed(f"{task.id} broke under schema-valid calls ({outcome.cause}): {outcome.detail}")
+            episodes += 1
+            succeeded += bool(outcome.success)
+        return f"random schema-valid calls break nothing and succeed in {succeeded} of {episodes} episodes"
+
+    async def _leaks(self) -> str:
+        tasks = self._sample("train", self._count)
+        await self._play(tasks[0], [])
+        before = _resources()
+        for task in tasks:
+            await self._play(task, [])
+            async with _opened(self.client, task) as runner:
+                await runner.act(_random_turn(runner, random.Random(0)), 0)
+        after = _resources()
+        if after["threads"] > before["threads"]:
+            await asyncio.sleep(0.2)  # a finished thread may still be on its way out
+            after = _resources()
+        for name, count in after.items():
+            if count > before[name]:
+                raise _Failed(
+                    f"{2 * len(tasks)} episodes left {count - before[name]} more {name}; free them in close()"
+                )
+        return (
+            ", ".join(f"{name} {count}" for name, count in after.items())
+            + f" before and after {2 * len(tasks)} episodes"
+        )
+
+    # --- playing -----------------------------------------------------------------------------------------------------
+
+    def _sample(self, split: str, count: int) -> list[Task]:
+        """`count` tasks spread evenly over a split, the first and the last among them."""
+        tasks = self.lists[split]
+        count = min(count, len(tasks))
+        return [tasks[i * (len(tasks) - 1) // max(count - 1, 1)] for i in range(count)]
+
+    async def _play_gold(self, task: Task) -> _Played | None:
+        async with _opened(self.client, task) as runner:
+            calls = await runner.author_gold()
+        return None if calls is None else await self._play(task, calls)
+
+    async def _play(self, task: Task, calls: Sequence[ToolCall]) -> _Played:
+        started = time.monotonic()
+        async with _opened(self.client, task) as runner:
+            seconds = {"start_s": time.monotonic() - started}
+            observations = [await runner.act(_as_message(call), turn) for turn, call in enumerate(calls)]
+            seconds["act_s"] = max((o.times["env_s"] for o in observations if o.times), default=0.0)
+            started = time.monotonic()
+            outcome = await runner.finish("done")
+            seconds["score_s"] = time.monotonic() - started
+            return _Played(runner.messages, runner.tools, observations, outcome, seconds)
+
+
+class _opened:
+    """A runner over a fresh environment, closed at the end of the block."""
+
+    def __init__(self, client: InProcessClient, task: Task) -> None:
+        self._client, self._task = client, task
+
+    async def __aenter__(self) -> EpisodeRunner:
+        self._runner = await self._client.open(self._task.ref, 0, 0, 0, 600.0)
+        return self._runner
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.close()
+
+
+def _as_message(call: ToolCall) -> Message:
+    """A gold call as the policy's turn; the empty name is a plain text."""
+    if call.name:
+        return Message("assistant", tool_calls=(call,))
+    return Message("assistant", _text(call))
+
+
+def _text(call: ToolCall) -> str:
+    return json.loads(call.arguments)["text"]
+
+
+def _random_turn(runner: EpisodeRunner, rng: random.Random) -> Message:
+    if not runner.tools:
+        return Message("assistant", rng.choice(_WORDS))
+    function = rng.choice(runner.tools)["function"]
+    schema = function["parameters"]
+    arguments = {
+        name: _random_value(part, rng)
+        for name, part in schema["properties"].items()
+        if name in schema["required"] or rng.random() < 0.5
+    }
+    return Message("assistant", tool_calls=(ToolCall("random", function["name"], json.dumps(arguments)),))
+
+
+def _random_value(schema: dict[str, Any], rng: random.Random) -> Any:
+    if "enum" in schema:
+        return rng.choice(schema["enum"])
+    match schema.get("type"):
+        case "integer":
+            return rng.choice((0, 1, -1, 7, 2**53))
+        case "number":
+            return rng.choice((0.0, 0.5, -1.0, 1e300))
+        case "boolean":
+            return rng.random() < 0.5
+        case "array":
+            return [_random_value(schema.get("items", {}), rng) for _ in range(rng.randrange(3))]
+        case "object":
+            return {word: _random_value(schema.get("additionalProperties", {}), rng) for word in ("a", "b")}
+    return rng.choice(_WORDS)
+
+
+def _resources() -> dict[str, int]:
+    gc.collect()
+    children = 0
+    for path in Path("/proc/self/task").glob("*/children"):
+        children += len(path.read_text().split())
+    return {
+        "open files": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "child processes": children,
+    }
