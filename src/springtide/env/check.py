@@ -131,14 +131,12 @@ class _Checker:
         ]
 
     async def _schemas(self) -> str:
-        tools = self._suite.environment.tools
-        for tool in tools.values():
-            for name, parameter in tool.parameters.items():
-                if "description" not in parameter.schema and len(tool.parameters) > 1:
-                    raise _Failed(f"{tool.name}: nothing describes {name}; add a line `{name}: ...` to its docstring")
-        return (
-            ", ".join(f"{tool.name}({', '.join(tool.parameters)})" for tool in tools.values()) or "plain answers only"
-        )
+        tools = self._suite.environment.tools.values()
+        pairs = [(tool.name, name, p) for tool in tools for name, p in tool.parameters.items()]
+        silent = [f"{tool}.{name}" for tool, name, p in pairs if "description" not in p.schema]
+        listed = ", ".join(f"{tool.name}({', '.join(tool.parameters)})" for tool in tools)
+        note = f"; not described in the docstrings: {', '.join(silent)}" if silent else ""
+        return (listed or "plain answers only") + note
 
     async def _tasks(self) -> str:
         for split in SPLITS:
@@ -171,10 +169,10 @@ class _Checker:
             for task in self._sample(split, _COMPARED):
                 # Indices and seeds differ by nature; what a policy could memorise is the rest.
                 content = pack((task.payload, task.setup, task.judge))
-                if content == pack(({}, (), None)):
-                    raise _Skipped("tasks differ by seed alone; compare the splits where the environment makes them")
                 other = contents.setdefault(content, f"{split}/{task.index}")
                 if not other.startswith(f"{split}/"):
+                    if await self._draws(task):
+                        raise _Skipped("start() draws from the seed; see to it that its draws differ between splits")
                     raise _Failed(f"{split}/{task.index} has the contents of {other}: what is measured was trained on")
                 compared += 1
         return f"no contents shared between splits ({compared} tasks compared)"
@@ -236,7 +234,7 @@ class _Checker:
                 for split in SPLITS:
                     for task in self._sample(split, max(self._count // 2, 1)):
                         session = await client.open(task.ref, 0, 0, 0, self._suite.environment.limits.start_s + 60)
-                        calls = [] if split != "train" else await session.gold() or []
+                        calls = (await session.gold() or ()) if split == "train" else ()
                         observations = [await session.act(_as_message(call), i) for i, call in enumerate(calls)]
                         outcome = await session.finish("done")
                         await session.close()
@@ -317,6 +315,11 @@ class _Checker:
         tasks = self.lists[split]
         count = min(count, len(tasks))
         return [tasks[i * (len(tasks) - 1) // max(count - 1, 1)] for i in range(count)]
+
+    async def _draws(self, task: Task) -> bool:
+        """Whether the environment's start draws from the task's seed."""
+        async with _opened(self.client, task) as runner:
+            return runner.environment.rng.getstate() != random.Random(task.seed).getstate()
 
     async def _play_gold(self, task: Task) -> _Played | None:
         async with _opened(self.client, task) as runner:
