@@ -1,0 +1,142 @@
+"""The trained policy: a Hugging Face causal LM and the log-probs of its action tokens.
+
+Owns: loading a model directory, and going from hidden states to log-probs without ever holding logits for more than
+`logit_chunk` action tokens. Invariants: weights are float32; dropout is off in training too (the log-probs trained on
+are those the engine samples with); the logits are divided by the temperature, nothing else.
+Called by: trainer and reference ranks, cold start and model building scripts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from springtide.trainer.packing import MicroBatch
+
+
+class ModelError(Exception):
+    """A model directory that cannot be trained. One line: what is wrong with it and what would do."""
+
+
+class Policy:
+    """A causal LM and where it came from (`directory`: its tokenizer files travel with checkpoints)."""
+
+    def __init__(self, model: PreTrainedModel, directory: Path) -> None:
+        self.model, self.directory = model.eval(), directory
+        self._body = model.base_model
+        self.head = model.get_output_embeddings()
+        if self.head is None:
+            raise ModelError(f"{directory}: {type(model).__name__} has no output embeddings; give a causal LM")
+        self._check_head()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.weight.shape[0]
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The trained parameters, tied ones once, in checkpoint order."""
+        return list(self.model.parameters())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights by checkpoint name, tied ones once, detached (not copied)."""
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Overwrite all weights in place. Raises: ModelError if names or shapes disagree."""
+        own = dict(self.model.named_parameters())
+        if own.keys() != tensors.keys():
+            odd = sorted(own.keys() ^ tensors.keys())
+            raise ModelError(f"weights do not fit the model of {self.directory}: {odd[:4]} are on one side only")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                if parameter.shape != tensors[name].shape:
+                    raise ModelError(
+                        f"weights do not fit the model of {self.directory}: {name} is {tuple(tensors[name].shape)}, "
+                        f"not {tuple(parameter.shape)}"
+                    )
+                parameter.copy_(tensors[name])
+
+    def logprobs(self, batch: MicroBatch, temperature: float, logit_chunk: int) -> Tensor:
+        """Log-probs of the batch's action tokens, float32 [A], with gradient where enabled.
+
+        Beyond one chunk, each chunk's logits are computed again in the backward pass instead of being kept.
+        """
+        hidden = self._body(input_ids=batch.ids, use_cache=False).last_hidden_state
+        hidden = hidden.flatten(0, 1).index_select(0, batch.predict)
+        if len(hidden) <= logit_chunk:
+            return self._chunk(hidden, batch.targets, temperature)
+        parts = zip(hidden.split(logit_chunk), batch.targets.split(logit_chunk))
+        return torch.cat([checkpoint(self._chunk, h, t, temperature, use_reentrant=False) for h, t in parts])
+
+    def score(self, ids: np.ndarray) -> np.ndarray:
+        """Log-probs (temperature 1) of each token of `ids` (int32 [T]) after the first, float32 [T - 1]."""
+        with torch.no_grad():
+            rows = torch.from_numpy(ids.astype(np.int64)).to(self.device)[None]
+            hidden = self._body(input_ids=rows, use_cache=False).last_hidden_state[0, :-1]
+            return self._chunk(hidden, rows[0, 1:], 1.0).cpu().numpy()
+
+    def _chunk(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        logits = self.head(hidden).float()
+        if temperature != 1.0:
+            logits = logits / temperature
+        return -F.cross_entropy(logits, targets, reduction="none")
+
+    def _check_head(self) -> None:
+        """Some architectures scale or cap their logits behind the head; then ours would be another policy's."""
+        ids = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
+        with torch.no_grad():
+            ours = self.head(self._body(input_ids=ids, use_cache=False).last_hidden_state)
+            theirs = self.model(input_ids=ids, use_cache=False).logits
+        if not torch.allclose(ours, theirs, atol=1e-4, rtol=1e-4):
+            raise ModelError(
+                f"{self.directory}: {type(self.model).__name__} changes its logits after the output head "
+                "(a soft cap or a scale), which the trainer does not support"
+            )
+
+
+def load_policy(directory: Path, device: str = "cpu") -> Policy:
+    """Load a Hugging Face model directory in float32, from local files only. Raises: ModelError."""
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"{directory} has no config.json; model.path must be a Hugging Face model directory")
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"{directory} does not load as a causal LM: {str(error).splitlines()[0]}") from error
+    model, report = loaded
+    if absent := sorted(map(str, report["missing_keys"])):
+        raise ModelError(
+            f"{directory}: its weights lack {', '.join(absent[:4])}; the model would start from noise there"
+        )
+    policy = Policy(model.to(device), directory)
+    tokens = _tokenizer_size(directory)
+    if tokens > policy.vocab_size:
+        raise ModelError(
+            f"{directory}: the tokenizer has ids up to {tokens - 1}, the model a vocabulary of {policy.vocab_size}; "
+            "they belong to different models, or the embedding must be resized"
+        )
+    return policy
+
+
+def _tokenizer_size(directory: Path) -> int:
+    """One more than the largest id of tokenizer.json; 0 without one."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return 0
+    data = json.loads(path.read_text())
+    vocab = data.get("model", {}).get("vocab", {})
+    ids = list(vocab.values()) if isinstance(vocab, dict) else [len(vocab) - 1]  # unigram: a list of pieces
+    return 1 + max([*ids, *(t["id"] for t in data.get("added_tokens", ()))], default=-1)

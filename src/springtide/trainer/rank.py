@@ -1,0 +1,349 @@
+"""A trainer or reference rank: one process that holds a policy, trains it, and says what its log-probs are.
+
+Owns: the policy, its optimiser, the step, publication and checkpoints. Invariants: trajectories, weights and log-probs
+travel as files, only their names and figures over the socket; torch work runs one call at a time on one thread, so the
+socket answers `status` meanwhile and equal calls give equal bits; a step whose loss or gradient is not finite is
+refused and counted, the weights untouched.
+Called by: the driver, through `process.start_process(name, "springtide.trainer.rank:main", {})` and RPC; every public
+method of `Rank` is one RPC method, its keyword arguments the payload.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from springtide.config import Config, make_config
+from springtide.trainer import checkpoint as files
+from springtide.trainer.checkpoint import CheckpointError
+from springtide.trainer.data import DataError, StepData, load_step, write_logprobs
+from springtide.trainer.model import Policy, load_policy
+from springtide.trainer.optim import Optimizer, StepResult
+from springtide.trainer.step import Shape, Sums, accumulate_policy, accumulate_supervised, compute_logprobs
+from springtide.wire import Peer, serve
+
+METHODS = frozenset(
+    {"init", "train", "supervised", "cold_start", "reset_optimizer", "logprobs", "publish", "pull", "save", "forget"}
+    | {"export"}
+)
+_CANARY_TOKENS = 16  # ids of the prompt whose log-probs go with published weights
+
+
+async def main(socket_path: str, args: dict[str, Any]) -> None:
+    """Process entry: serve `Rank`'s methods until cancelled. `args`, if not empty, is a first call of `init`."""
+    rank = Rank()
+    loop = asyncio.get_running_loop()
+    busy: list[tuple[str, float]] = []
+    with ThreadPoolExecutor(1, "torch", initializer=torch.set_num_threads, initargs=(1,)) as thread:
+
+        async def handle(peer: Peer, method: str, payload: dict[str, Any]) -> Any:
+            if method == "status":
+                now = time.monotonic()
+                return {
+                    **rank.status(),
+                    "busy": busy[0][0] if busy else None,
+                    "busy_s": now - busy[0][1] if busy else 0.0,
+                }
+            if method not in METHODS:
+                raise ValueError(
+                    f"a trainer rank has no method {method!r}; it has {', '.join(sorted(METHODS))}, status"
+                )
+            call: Callable[..., Any] = getattr(rank, method)
+
+            def work() -> Any:
+                busy.append((method, time.monotonic()))
+                try:
+                    return call(**payload)
+                finally:
+                    busy.clear()
+
+            return await loop.run_in_executor(thread, work)
+
+        if args:
+            await loop.run_in_executor(thread, lambda: rank.init(**args))
+        async with serve(socket_path, handle):
+            await asyncio.Event().wait()
+
+
+class Rank:
+    """The state behind the socket. Every method but `init` and `status` needs `init` first."""
+
+    def __init__(self) -> None:
+        self._policy: Policy | None = None
+        self._optimizer: Optimizer | None = None
+        self._config: Config | None = None
+        self._store_dir: Path | None = None
+        self._store: Any = None
+        self.version = -1
+        self.refused = 0
+
+    def init(
+        self,
+        config: dict[str, Any],
+        model: str,
+        checkpoint: str | None = None,
+        store: str | None = None,
+        role: Literal["trainer", "reference"] = "trainer",
+    ) -> dict[str, Any]:
+        """Load the policy: from `checkpoint` if given, else from `model` (a Hugging Face directory).
+
+        config: the resolved tree (`Config.model_dump(mode="json")`). store: directory of the weight store. A reference
+        has no optimiser. Returns `{parameters, vocab_size, steps, version, extra}`; extra is what `save` was given,
+        None without a checkpoint. Raises: ModelError, CheckpointError, ConfigError.
+        """
+        self._config = make_config(config)
+        self._store_dir = Path(store) if store else None
+        self._store = None
+        torch.manual_seed(self._config.run.seed)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        state, extra = files.read_state(Path(checkpoint)) if checkpoint else ({}, None)
+        self._policy = load_policy(Path(checkpoint or model), self._config.trainer.device)
+        self._optimizer = Optimizer(self._policy, self._config.trainer) if role == "trainer" else None
+        self.version = state.get("version", -1)
+        if checkpoint and self._optimizer is not None:
+            self._restore(Path(checkpoint))
+        return {
+            "parameters": sum(p.numel() for p in self._policy.parameters()),
+            "vocab_size": self._policy.vocab_size,
+            "steps": self._optimizer.steps if self._optimizer else 0,
+            "version": self.version,
+            "extra": extra,
+        }
+
+    def status(self) -> dict[str, Any]:
+        steps = self._optimizer.steps if self._optimizer else 0
+        return {"version": self.version, "steps": steps, "refused": self.refused, "ready": self._policy is not None}
+
+    def train(
+        self,
+        items: tuple[dict[str, Any], ...],
+        version: int,
+        ref_logprobs: str | None = None,
+        old_logprobs: str | None = None,
+    ) -> dict[str, Any]:
+        """One optimiser step of the configured policy loss.
+
+        items: `{path, member, advantage}`, path of a group file. version: the tag of the present weights. ref_logprobs,
+        old_logprobs: files of a reference rank's `logprobs` for the same items, where kl_coef > 0 or old_logprobs =
+        recompute ask for them. Returns the step's figures (see `_figures`). Raises: DataError, ValueError.
+        """
+        policy, optimizer, config = self._trainer()
+        started = time.perf_counter()
+        data = load_step(
+            items,
+            config.algorithm.aggregation,
+            old_logprobs=Path(old_logprobs) if old_logprobs else None,
+            reference_logprobs=Path(ref_logprobs) if ref_logprobs else None,
+        )
+        _need_tokens(data)
+        loaded = time.perf_counter()
+        sums = accumulate_policy(policy, data, config.algorithm, self._shape(config.rollout.temperature), version)
+        return self._finish(optimizer, data, sums, started, loaded, None)
+
+    def supervised(self, paths: tuple[str, ...], lr: float | None = None) -> dict[str, Any]:
+        """One optimiser step on the action tokens of every trajectory in these group files (gold), at temperature 1.
+
+        lr: instead of the configured one. Returns figures as `train`; `loss` is the aggregated negative log-likelihood.
+        """
+        policy, optimizer, config = self._trainer()
+        started = time.perf_counter()
+        data = load_step(tuple({"path": p} for p in paths), config.algorithm.aggregation)
+        _need_tokens(data)
+        loaded = time.perf_counter()
+        sums = accumulate_supervised(policy, data, self._shape(1.0))
+        return self._finish(optimizer, data, sums, started, loaded, lr)
+
+    def cold_start(self, paths: tuple[str, ...], steps: int, batch: int, lr: float) -> dict[str, Any]:
+        """`steps` supervised steps over the files of gold, each epoch in a new seeded order; then a fresh optimiser.
+
+        Returns `{steps, loss_start, loss_end, refused_steps, loss_tokens, tokens, seconds}` (losses of single steps).
+        """
+        _, _, config = self._trainer()
+        started = time.perf_counter()
+        order = np.random.default_rng(config.run.seed)
+        queue: list[str] = []
+        history: list[dict[str, Any]] = []
+        for _ in range(steps):
+            while len(queue) < min(batch, len(paths)):
+                queue += [p for p in order.permutation(np.array(sorted(paths))).tolist() if p not in queue]
+            taken, queue = queue[:batch], queue[batch:]
+            history.append(self.supervised(tuple(taken), lr))
+        self.reset_optimizer()
+        return {
+            "steps": len(history),
+            "loss_start": history[0]["loss"] if history else None,
+            "loss_end": history[-1]["loss"] if history else None,
+            "refused_steps": self.refused,
+            "loss_tokens": sum(h["loss_tokens"] for h in history),
+            "tokens": sum(h["tokens"] for h in history),
+            "seconds": time.perf_counter() - started,
+        }
+
+    def reset_optimizer(self) -> None:
+        """Forget moments and step count: RL does not inherit the cold start's."""
+        policy, _, config = self._trainer()
+        self._optimizer = Optimizer(policy, config.trainer)
+
+    def logprobs(self, items: tuple[dict[str, Any], ...], out: str, version: int | None = None) -> dict[str, Any]:
+        """Write the log-probs of the items' action tokens to the file `out`, under the present weights.
+
+        items: `{path, member}`. version: pull these weights first, if they are not the present ones. Temperature: the
+        rollout's. Returns `{loss_tokens, tokens, seconds, version}`.
+        """
+        policy, config = self._ready()
+        started = time.perf_counter()
+        if version is not None and version != self.version:
+            self.pull(version)
+        data = load_step(items, config.algorithm.aggregation)
+        arrays = compute_logprobs(policy, data, self._shape(config.rollout.temperature))
+        write_logprobs(Path(out), self.version, data.sequences, arrays)
+        return {
+            "loss_tokens": data.loss_tokens,
+            "tokens": data.tokens,
+            "seconds": time.perf_counter() - started,
+            "version": self.version,
+        }
+
+    def publish(self, version: int) -> dict[str, Any]:
+        """Put the present weights into the store as `version`, with a canary. Returns `{version, seconds}`."""
+        from springtide.weights.store import Canary
+
+        policy, _ = self._ready()
+        started = time.perf_counter()
+        ids = np.random.default_rng(0).integers(0, policy.vocab_size, _CANARY_TOKENS).astype(np.int32)
+        canary = Canary(tuple(ids.tolist()), tuple(policy.score(ids).tolist()))
+        self._weights().publish(version, policy.tensors(), canary)
+        self.version = version
+        return {"version": version, "seconds": time.perf_counter() - started}
+
+    def pull(self, version: int) -> dict[str, Any]:
+        """Take the weights of `version` from the store (a reference or a proximal policy). Returns `{version}`."""
+        policy, _ = self._ready()
+        policy.load_tensors(self._weights().load(version))
+        self.version = version
+        return {"version": version}
+
+    def save(self, path: str, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Write a checkpoint directory, whole or not at all. extra: JSON of the caller, returned by `init`.
+
+        Returns `{path, bytes, seconds}`.
+        """
+        policy, optimizer, _ = self._trainer()
+        started = time.perf_counter()
+        with files.new_directory(Path(path)) as scratch:
+            self._write_model(policy, scratch)
+            torch.save({"optimizer": optimizer.state(), "rng": torch.get_rng_state()}, scratch / files.OPTIMIZER)
+            state = {"steps": optimizer.steps, "version": self.version}
+            (scratch / files.STATE).write_text(json.dumps(state, indent=1))
+            (scratch / files.EXTRA).write_text(json.dumps(extra or {}, indent=1))
+        size = sum(p.stat().st_size for p in Path(path).iterdir())
+        return {"path": path, "bytes": size, "seconds": time.perf_counter() - started}
+
+    def forget(self, paths: tuple[str, ...]) -> None:
+        """Remove these checkpoint directories, off the driver's loop. One that is gone already is no error."""
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(path)
+
+    def export(self, path: str) -> dict[str, Any]:
+        """Write a plain Hugging Face directory, float32, that transformers loads with equal log-probs."""
+        policy, _ = self._ready()
+        with files.new_directory(Path(path)) as scratch:
+            self._write_model(policy, scratch)
+        return {"path": path}
+
+    def _finish(
+        self, optimizer: Optimizer, data: StepData, sums: Sums, started: float, loaded: float, lr: float | None
+    ) -> dict[str, Any]:
+        before = time.perf_counter()
+        result = optimizer.apply(sums.loss, data.denominator, lr)
+        now = time.perf_counter()
+        self.refused += result.refused is not None
+        sums.seconds.update({"load_s": loaded - started, "optimizer_s": now - before, "total_s": now - started})
+        return _figures(data, sums, result, optimizer.steps, self.refused)
+
+    def _restore(self, path: Path) -> None:
+        assert self._optimizer is not None
+        saved = torch.load(path / files.OPTIMIZER, weights_only=True)
+        try:
+            self._optimizer.load_state(saved["optimizer"])
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        torch.set_rng_state(saved["rng"])
+
+    @staticmethod
+    def _write_model(policy: Policy, directory: Path) -> None:
+        policy.model.save_pretrained(directory)
+        files.copy_tokenizer(policy.directory, directory)
+
+    def _weights(self) -> Any:
+        if self._store is None:
+            if self._store_dir is None:
+                raise ValueError("this rank was given no weight store; pass `store` to init")
+            from springtide.weights.store import WeightStore
+
+            self._store = WeightStore(self._store_dir)
+        return self._store
+
+    def _shape(self, temperature: float) -> Shape:
+        assert self._config is not None
+        return Shape(self._config.trainer.micro_tokens, self._config.trainer.logit_chunk, temperature)
+
+    def _ready(self) -> tuple[Policy, Config]:
+        if self._policy is None or self._config is None:
+            raise ValueError("this rank holds no policy yet; call init first")
+        return self._policy, self._config
+
+    def _trainer(self) -> tuple[Policy, Optimizer, Config]:
+        policy, config = self._ready()
+        if self._optimizer is None:
+            raise ValueError("this rank is a reference; only a trainer rank trains and saves")
+        return policy, self._optimizer, config
+
+
+def _need_tokens(data: StepData) -> None:
+    if data.loss_tokens == 0:
+        raise DataError("none of these trajectories has an action token; there is nothing to train")
+
+
+def _figures(data: StepData, sums: Sums, result: StepResult, steps: int, refused: int) -> dict[str, Any]:
+    """A step's figures: counts, means over action tokens, maxima, and seconds by part.
+
+    loss: loss sum / denominator. Means whose count is `loss_tokens`: ratio, clipped (a share), kl_behaviour, entropy,
+    lag, and where computed weight, kl_reference, kl_clamped, nll. gap_mean and gap_max: |log-prob of the trainer - of
+    the engine| over the `gap_tokens` sampled with the very weights trained, None where there are none. refused: why
+    the step was not taken ("loss", "gradient") or None; refused_steps counts them.
+    """
+    totals, maxima = dict(sums.totals), dict(sums.maxima)
+    gap, gap_tokens = totals.pop("gap", 0.0), int(totals.pop("gap_tokens", 0))
+    return {
+        "loss": sums.loss / data.denominator,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "refused": result.refused,
+        "refused_steps": refused,
+        "steps": steps,
+        "denominator": data.denominator,
+        "trajectories": data.trajectories,
+        "segments": len(data.sequences),
+        "loss_tokens": data.loss_tokens,
+        "tokens": data.tokens,
+        "padded_tokens": sums.padded_tokens,
+        "micro_batches": sums.micro_batches,
+        **{name: float(total) / data.loss_tokens for name, total in totals.items()},
+        "gap_mean": gap / gap_tokens if gap_tokens else None,
+        "gap_max": maxima.pop("gap_max", None),
+        "gap_tokens": gap_tokens,
+        **maxima,
+        "seconds": {name: float(value) for name, value in sums.seconds.items()},
+    }

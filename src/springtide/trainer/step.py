@@ -1,0 +1,174 @@
+"""One optimiser step's forward and backward work: gradient sums and metric sums over micro-batches.
+
+Owns: the walk over a step's micro-batches for the policy loss, the supervised loss and plain log-probs. Invariants:
+gradients are sums, unscaled; metrics are sums with their counts, divided once at the end (trl#7047); the order of the
+work is fixed by the data, so equal inputs give equal bits. `accumulate` leaves gradients for `Optimizer.apply`: with
+several trainer ranks the one reduction goes between the two.
+Called by: the trainer and reference ranks, in their work thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from springtide.algorithms.losses import LossSums, Tokens, policy_loss
+from springtide.algorithms.losses.supervised import supervised
+from springtide.config import Algorithm
+from springtide.trace import version_step
+from springtide.trainer.data import Row, StepData
+from springtide.trainer.model import Policy
+from springtide.trainer.packing import MicroBatch, collate, plan
+
+
+@dataclass(slots=True)
+class Sums:
+    """What a step adds up. `totals` are sums over action tokens (lag, gap and gap_tokens: see `_measure`)."""
+
+    loss: float = 0.0
+    micro_batches: int = 0
+    padded_tokens: int = 0
+    totals: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    maxima: dict[str, float] = field(default_factory=dict)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, sums: dict[str, Tensor]) -> None:
+        for name, value in sums.items():
+            self.totals[name] += float(value)
+
+    def most(self, name: str, value: float) -> None:
+        self.maxima[name] = max(self.maxima.get(name, value), value)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How the work is cut and what the logits are divided by."""
+
+    micro_tokens: int
+    logit_chunk: int
+    temperature: float
+
+
+def accumulate_policy(policy: Policy, data: StepData, algorithm: Algorithm, shape: Shape, version: int) -> Sums:
+    """Add the gradient sum of the policy loss over all sequences to `.grad`. version: the present weights' tag."""
+    sums = Sums()
+    for number, (rows, batch) in enumerate(_micro_batches(policy, data, shape, sums)):
+        with _timed(sums, "forward_s"):
+            logprobs = policy.logprobs(batch, shape.temperature, shape.logit_chunk)
+            tokens = _tokens(logprobs, rows, batch, number, algorithm)
+            result = policy_loss(tokens, algorithm)
+        _backward(sums, result)
+        _measure(sums, tokens, rows, version)
+    return sums
+
+
+def accumulate_supervised(policy: Policy, data: StepData, shape: Shape) -> Sums:
+    """Add the gradient sum of the supervised loss over all sequences to `.grad`."""
+    sums = Sums()
+    for rows, batch in _micro_batches(policy, data, shape, sums):
+        with _timed(sums, "forward_s"):
+            logprobs = policy.logprobs(batch, shape.temperature, shape.logit_chunk)
+            result = supervised(logprobs, _gather([np.full(len(r.at), r.weight) for r in rows], policy.device))
+        _backward(sums, result)
+    return sums
+
+
+def compute_logprobs(policy: Policy, data: StepData, shape: Shape) -> list[np.ndarray]:
+    """Log-probs of every sequence's action tokens, float32 [A] each, in the order of `data.sequences`."""
+    place = {row.key: i for i, row in enumerate(data.sequences)}
+    out: list[np.ndarray] = [np.empty(0, np.float32)] * len(place)
+    with torch.no_grad():
+        for rows, batch in _micro_batches(policy, data, shape, Sums()):
+            values = policy.logprobs(batch, shape.temperature, shape.logit_chunk).cpu().numpy()
+            parts = np.split(values, np.cumsum([len(r.at) for r in rows])[:-1])
+            for row, part in zip(rows, parts, strict=True):
+                out[place[row.key]] = part
+    return out
+
+
+def _micro_batches(policy: Policy, data: StepData, shape: Shape, sums: Sums) -> Iterator[tuple[list[Row], MicroBatch]]:
+    start = time.perf_counter()
+    largest = max((int(r.ids.max()) for r in data.sequences), default=0)
+    if largest >= policy.vocab_size:
+        raise ValueError(f"token id {largest} is outside the model's vocabulary of {policy.vocab_size}")
+    batches = plan([len(r) for r in data.sequences], shape.micro_tokens)
+    sums.seconds["pack_s"] += time.perf_counter() - start
+    for indices in batches:
+        rows = [data.sequences[i] for i in indices]
+        with _timed(sums, "pack_s"):
+            batch = collate(rows, policy.device)
+        sums.micro_batches += 1
+        sums.padded_tokens += batch.ids.numel()
+        yield rows, batch
+
+
+def _tokens(logprobs: Tensor, rows: list[Row], batch: MicroBatch, number: int, algorithm: Algorithm) -> Tokens:
+    device = logprobs.device
+    rollout = _gather([r.rollout for r in rows], device)
+    old = rollout
+    if algorithm.old_logprobs == "recompute":
+        old = _gather([_present(r.old, "old_logprobs", r) for r in rows], device)
+    reference = None
+    if algorithm.kl_coef > 0:
+        reference = _gather([_present(r.reference, "reference_logprobs", r) for r in rows], device)
+    return Tokens(
+        logprobs=logprobs,
+        rollout=rollout,
+        old=old,
+        advantages=_gather([np.full(len(r.at), r.advantage) for r in rows], device),
+        weights=_gather([np.full(len(r.at), r.weight) for r in rows], device),
+        sequence=batch.row + (number << 32),
+        reference=reference,
+    )
+
+
+def _present(array: np.ndarray | None, name: str, row: Row) -> np.ndarray:
+    if array is None:
+        raise ValueError(f"the configuration needs {name}, and none were given for {row.key}; pass the rank's file")
+    return array
+
+
+def _backward(sums: Sums, result: LossSums) -> None:
+    with _timed(sums, "backward_s"):
+        result.loss.backward()
+        sums.loss += float(result.loss.detach())
+        sums.add(result.sums)
+
+
+def _measure(sums: Sums, tokens: Tokens, rows: list[Row], version: int) -> None:
+    """The gap between engine and trainer where both used the same weights, and how far the rest lags."""
+    versions = np.concatenate([r.versions for r in rows])
+    lag = np.maximum(version_step(version) - (versions & 0xFFFFFFFF), 0)
+    difference = (tokens.logprobs.detach() - tokens.rollout).cpu().numpy()
+    same = versions == version
+    sums.totals["lag"] += float(lag.sum())
+    sums.totals["gap_tokens"] += int(same.sum())
+    sums.totals["gap"] += float(np.abs(difference[same], dtype=np.float64).sum())
+    if len(lag):
+        sums.most("lag_max", float(lag.max()))
+        sums.most("ratio_max", float(torch.exp((tokens.logprobs.detach() - tokens.old).max().clamp(-20, 20))))
+    if same.any():
+        sums.most("gap_max", float(np.abs(difference[same]).max()))
+
+
+def _gather(arrays: list[np.ndarray], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays).astype(np.float32, copy=False)).to(device)
+
+
+class _timed:
+    """Adds the block's seconds to `sums.seconds[name]`."""
+
+    def __init__(self, sums: Sums, name: str) -> None:
+        self._sums, self._name = sums, name
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._sums.seconds[self._name] += time.perf_counter() - self._start
