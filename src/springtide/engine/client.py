@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from springtide.engine.protocol import EngineError, EngineStats, Generation, Sampling, TurnRequest
+from springtide.engine.protocol import EngineError, EngineStats, Generation, Sampling
 from springtide.wire import Client, ConnectionLost, DeadlineExceeded, RemoteError
 
 
@@ -22,7 +22,6 @@ from springtide.wire import Client, ConnectionLost, DeadlineExceeded, RemoteErro
 class EngineDeadlines:
     """Seconds. `generate` covers queueing, pauses and decoding; `load` also waits for a slot to drain."""
 
-    connect: float = 120.0
     generate: float = 600.0
     load: float = 120.0
     control: float = 30.0
@@ -41,10 +40,10 @@ class EngineClient:
     @classmethod
     @contextlib.asynccontextmanager
     async def connect(
-        cls, address: str, *, name: str = "engine", deadlines: EngineDeadlines | None = None
+        cls, address: str, *, name: str = "engine", deadline_s: float = 120.0, deadlines: EngineDeadlines | None = None
     ) -> AsyncIterator[EngineClient]:
-        deadlines = deadlines or EngineDeadlines()
-        async with Client.connect(address, name=name, deadline_s=deadlines.connect) as client:
+        """Connect within `deadline_s` (the engine may still be starting)."""
+        async with Client.connect(address, name=name, deadline_s=deadline_s) as client:
             yield cls(client, deadlines)
 
     @property
@@ -79,9 +78,9 @@ class EngineClient:
                 f"{error}: session {session}, {len(ids)} prompt tokens, at most {sampling.max_new_tokens} new"
             ) from None
 
-    async def generate_many(self, turns: tuple[TurnRequest, ...]) -> tuple[Generation, ...]:
+    async def generate_many(self, requests: tuple[dict[str, Any], ...]) -> tuple[Generation | str, ...]:
         """See `LocalEngine.generate_many`: turns that run together and alone, bit-reproducibly."""
-        return await self._call("generate_many", self._deadlines.generate, turns=turns)
+        return await self._call("generate_many", self._deadlines.generate, requests=requests)
 
     async def load(self, version: int) -> None:
         await self._call("load", self._deadlines.load, version=version)

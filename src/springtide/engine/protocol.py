@@ -52,19 +52,6 @@ class Generation:
 
 @record
 @dataclass(frozen=True, slots=True)
-class TurnRequest:
-    """One turn of a batch (`generate_many`): the arguments of `Engine.generate`."""
-
-    session: str
-    ids: np.ndarray
-    sampling: Sampling
-    version: int | None = None
-    prefix: str | None = None
-    forced_ids: np.ndarray | None = None
-
-
-@record
-@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot. Token counts are totals since start; `busy_s`, `idle_s` and `paused_s` add up to the engine's life."""
 

@@ -2,7 +2,7 @@
 
 Owns: the mapping of RPC methods to the engine. Invariants: many clients may connect; a client that goes away has its
 turns aborted and its sessions released; a fault in the engine ends the process, so every client learns of it at once.
-Called by: `process.start_process` with entry `springtide.engine.server:main` and `EngineSettings` as args.
+Called by: `process.start_process` with entry `springtide.engine.server:main`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,11 @@ from springtide.engine.local.engine import EngineSettings, LocalEngine
 
 
 async def main(socket_path: str, args: dict[str, Any]) -> None:
-    """Serve until cancelled. args: the fields of `EngineSettings`; `version` (optional) is loaded before listening."""
-    first = args.pop("version", None)
-    settings = EngineSettings(**args)
+    """Serve until cancelled. args: `model` and `store` (directories), `config` (the run's tree; its `engine` table)."""
+    settings = EngineSettings.of(args["model"], args["store"], args["config"]["engine"])
     if settings.device == "cpu":
         torch.set_num_threads(1)
     async with LocalEngine.open(settings) as engine:
-        if first is not None:
-            await engine.load(first)
         handler = EngineHandler(engine)
         async with wire.serve(socket_path, handler.handle, on_disconnect=handler.disconnected):
             await asyncio.Event().wait()
@@ -34,9 +31,7 @@ async def main(socket_path: str, args: dict[str, Any]) -> None:
 class EngineHandler:
     """Answers one RPC a method of the engine, and remembers which client opened which session."""
 
-    _METHODS = frozenset(
-        {"generate", "generate_many", "load", "drop", "pin", "pause", "resume", "release", "stats"}
-    )
+    _METHODS = frozenset({"generate", "generate_many", "load", "drop", "pin", "pause", "resume", "release", "stats"})
 
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
@@ -48,7 +43,7 @@ class EngineHandler:
         if method == "generate":
             self._sessions[peer].add(payload["session"])
         elif method == "generate_many":
-            self._sessions[peer].update(turn.session for turn in payload["turns"])
+            self._sessions[peer].update(request["session"] for request in payload["requests"])
         elif method == "release":
             self._sessions[peer].discard(payload["session"])
         return await getattr(self._engine, method)(**payload)

@@ -210,7 +210,9 @@ def _untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
     stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[tuple[int, tuple[int, ...], torch.dtype], str] = {}
-    for name in sorted(tensors, key=lambda n: (n == "lm_head.weight", n)):  # the head is the alias, as transformers does
+    for name in sorted(
+        tensors, key=lambda n: (n == "lm_head.weight", n)
+    ):  # the head is the alias, as transformers does
         tensor = tensors[name].detach().cpu()
         key = (tensors[name].data_ptr(), tuple(tensor.shape), tensor.dtype)
         if tensor.numel() and key in first:

@@ -110,7 +110,12 @@ class EngineCore:
         prefill_chunk: int,
     ) -> None:
         """positions: tokens a turn may reach, prompt and new ones together; at most `kv_tokens`."""
-        self.kernels, self.vocab_size, self.positions, self.prefill_chunk = kernels, vocab_size, positions, prefill_chunk
+        self.kernels, self.vocab_size, self.positions, self.prefill_chunk = (
+            kernels,
+            vocab_size,
+            positions,
+            prefill_chunk,
+        )
         self.cache = KVCache(kv_tokens)
         self.slots = Slots(max_batch, -(-positions // BLOCK))
         self.decoders: OrderedDict[int, Decoder] = OrderedDict()  # oldest load first
@@ -136,19 +141,14 @@ class EngineCore:
         self._changed = True
 
     def submit_many(self, requests: list[Request]) -> None:
-        """Queue turns that run together, in order, with nothing beside them. Raises: EngineError, then queues none."""
-        seen: set[str] = set()
-        for request in requests:
-            if request.session in seen:
-                raise EngineError(f"session {request.session} is in the batch twice")
-            seen.add(request.session)
-            self._check(request)
+        """Queue turns that run together, in order, with nothing beside them; one that can never run is refused alone."""
         self._batches += 1
         for request in requests:
             request.batch = self._batches
-            self._sessions.add(request.session)
-        self.waiting.extend(requests)
-        self._changed = True
+            try:
+                self.submit(request)
+            except EngineError as error:
+                request.done(error)
 
     def abort(self, session: str, reason: str = "") -> None:
         """End the session's turn, if any; what it computed stays. With a reason its caller gets an EngineError."""
@@ -177,7 +177,9 @@ class EngineCore:
     def _check(self, request: Request) -> None:
         length, new = len(request.ids), request.new_tokens
         if length < 1 or new < 1:
-            raise EngineError(f"session {request.session}: {length} prompt tokens and {new} new ones; both must be >= 1")
+            raise EngineError(
+                f"session {request.session}: {length} prompt tokens and {new} new ones; both must be >= 1"
+            )
         if length + new > self.positions:
             raise EngineError(
                 f"session {request.session}: {length} prompt + {new} new tokens exceed the engine's {self.positions} "
@@ -435,7 +437,9 @@ class EngineCore:
         self.cache.finish(admission.record, known, len(known) - 1, pending=True)
         self._vacate(turn)
         if broken:
-            request.done(EngineError(f"version {turn.version} gives scores that are not finite (session {request.session})"))
+            request.done(
+                EngineError(f"version {turn.version} gives scores that are not finite (session {request.session})")
+            )
             return
         request.done(
             Generation(

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ import torch
 from springtide.engine.local.core import EngineCore, Request
 from springtide.engine.local.kernels import PagedKernels, TorchPaged
 from springtide.engine.local.kv import BLOCK
-from springtide.engine.protocol import EngineError, EngineStats, Generation, Sampling, TurnRequest
+from springtide.engine.protocol import EngineError, EngineStats, Generation, Sampling
 from springtide.models.decoder import Decoder, DecoderConfig, sequence_logprobs
 from springtide.weights.store import FingerprintMismatch, WeightStore
 
@@ -33,7 +33,7 @@ _LOOP_TURNS = 4
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What a local engine is made of; named as the `engine` table of the configuration."""
+    """What a local engine is made of; sizes are those of the configuration's `engine` table."""
 
     model: str
     store: str
@@ -43,7 +43,12 @@ class EngineSettings:
     weight_slots: int = 4
     device: str = "cpu"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on a CPU, bfloat16 elsewhere
-    context: int | None = None  # tokens a turn may reach; default: what the model and kv_tokens allow
+
+    @classmethod
+    def of(cls, model: str, store: str, table: Mapping[str, Any]) -> EngineSettings:
+        """From the `engine` table of a run's resolved configuration."""
+        names = ("max_batch", "kv_tokens", "prefill_chunk", "weight_slots", "device")
+        return cls(model, store, **{name: table[name] for name in names})
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -55,7 +60,7 @@ class EngineSettings:
 
 def make_core(config: DecoderConfig, settings: EngineSettings) -> EngineCore:
     """Kernels and scheduler for a model, without weights."""
-    positions = min(config.max_positions, settings.kv_tokens // BLOCK * BLOCK, settings.context or 1 << 30)
+    positions = min(config.max_positions, settings.kv_tokens // BLOCK * BLOCK)
     kernels = make_kernels(config, settings, positions)
     return EngineCore(
         kernels,
@@ -146,24 +151,30 @@ class LocalEngine:
         forced_ids: np.ndarray | None = None,
     ) -> Generation:
         """See `Engine.generate`. A cancelled call ends its turn; the session keeps what was computed."""
-        turn = TurnRequest(session, ids, sampling, version, prefix, forced_ids)
-        future, request = self._request(turn)
+        future, request = self._request(session, ids, sampling, version, prefix, forced_ids)
         self.core.submit(request)
-        self._wake.set()
         return (await self._results([session], [future]))[0]
 
-    async def generate_many(self, turns: tuple[TurnRequest, ...]) -> tuple[Generation, ...]:
+    async def generate_many(self, requests: tuple[dict[str, Any], ...]) -> tuple[Generation | str, ...]:
         """Run turns together, in order, on an engine that does nothing else meanwhile.
 
-        Given equal earlier calls the batches are composed equally, so results are equal bit for bit. Raises:
-        EngineError before anything starts if one of them can never run.
+        Each request holds the arguments of `generate` by name. Given equal earlier calls the batches are composed
+        equally, so results are equal bit for bit. A refused request's result is the refusal's text.
         """
-        pairs = [self._request(turn) for turn in turns]
+        pairs = [self._request(**request) for request in requests]
         self.core.submit_many([request for _, request in pairs])
-        self._wake.set()
-        return await self._results([t.session for t in turns], [future for future, _ in pairs])
+        results = await self._results([r.session for _, r in pairs], [f for f, _ in pairs], refusals=True)
+        return tuple(str(r) if isinstance(r, EngineError) else r for r in results)
 
-    def _request(self, turn: TurnRequest) -> tuple[asyncio.Future[Generation], Request]:
+    def _request(
+        self,
+        session: str,
+        ids: np.ndarray,
+        sampling: Sampling,
+        version: int | None = None,
+        prefix: str | None = None,
+        forced_ids: np.ndarray | None = None,
+    ) -> tuple[asyncio.Future[Generation], Request]:
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
 
         def done(result: Generation | EngineError) -> None:
@@ -174,19 +185,18 @@ class LocalEngine:
             else:
                 future.set_result(result)
 
-        forced = None if turn.forced_ids is None else np.asarray(turn.forced_ids, np.int32)
-        request = Request(
-            turn.session, np.asarray(turn.ids, np.int32), turn.sampling, done, turn.version, turn.prefix, forced
-        )
-        return future, request
+        forced = None if forced_ids is None else np.asarray(forced_ids, np.int32)
+        return future, Request(session, np.asarray(ids, np.int32), sampling, done, version, prefix, forced)
 
-    async def _results(self, sessions: list[str], futures: list[asyncio.Future[Generation]]) -> tuple[Generation, ...]:
+    async def _results(
+        self, sessions: list[str], futures: list[asyncio.Future[Generation]], *, refusals: bool = False
+    ) -> list[Any]:
+        self._wake.set()
         try:
-            return tuple(await asyncio.gather(*futures))
-        except BaseException:
-            for session, future in zip(sessions, futures):
-                if not future.done() or future.cancelled():
-                    self.core.abort(session)
+            return await asyncio.gather(*futures, return_exceptions=refusals)
+        except asyncio.CancelledError:
+            for session in sessions:
+                self.core.abort(session)
             raise
 
     async def release(self, session: str) -> None:
@@ -265,7 +275,9 @@ class LocalEngine:
 
     async def pin(self, version: int) -> None:
         if version not in self.core.decoders or version in self.core.draining:
-            raise EngineError(f"version {version} is not loaded, so it cannot be pinned; loaded: {list(self.core.decoders)}")
+            raise EngineError(
+                f"version {version} is not loaded, so it cannot be pinned; loaded: {list(self.core.decoders)}"
+            )
         self._pinned.add(version)
 
     async def stats(self) -> EngineStats:

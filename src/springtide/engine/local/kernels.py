@@ -43,7 +43,9 @@ class PagedKernels(Kernels, Protocol):
 
     def copy_block(self, source: int, target: int) -> None: ...
 
-    def sample(self, logits: Tensor, inverse_temperature: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def sample(
+        self, logits: Tensor, inverse_temperature: np.ndarray, uniform: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """float32 [R, V] -> ids int32 [R] and log-probs float32 [R] of the tempered distribution.
 
         uniform: float64 [R]; a negative one means greedy.
@@ -113,7 +115,9 @@ class TorchPaged(TorchKernels):
         self._k[:, target] = self._k[:, source]
         self._v[:, target] = self._v[:, source]
 
-    def sample(self, logits: Tensor, inverse_temperature: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def sample(
+        self, logits: Tensor, inverse_temperature: np.ndarray, uniform: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         scale = torch.from_numpy(inverse_temperature.astype(np.float32)).to(logits.device)
         logprobs = (logits * scale[:, None]).log_softmax(-1)
         cumulative = logprobs.double().exp_().cumsum(-1)
@@ -131,9 +135,7 @@ def sample_rows(
     """Sample from final hidden states [R, hidden], a bounded number of scores at a time."""
     step = max(1, _SCORES // decoder.config.vocab_size)
     parts = [
-        kernels.sample(
-            decoder.logits(hidden[i : i + step]), inverse_temperature[i : i + step], uniform[i : i + step]
-        )
+        kernels.sample(decoder.logits(hidden[i : i + step]), inverse_temperature[i : i + step], uniform[i : i + step])
         for i in range(0, len(hidden), step)
     ]
     if len(parts) == 1:
