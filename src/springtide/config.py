@@ -68,7 +68,9 @@ class SuiteEntry(Table):
 
 class GroupTable(Table):
     n: Positive = Field(8, description="members of a group")
-    min_members: Positive | None = Field(None, description="a group at its deadline is trained from this many; default n")
+    min_members: Positive | None = Field(
+        None, description="a group at its deadline is trained from this many; default n"
+    )
     retries: int = Field(2, ge=0, description="fresh environments for a member lost to an environment error")
     deadline_s: Seconds = Field(300.0, description="from a group's first start; then trained or dropped")
 
@@ -189,7 +191,7 @@ class Config(Table):
                 raise ValueError(text)
 
         group, algorithm = self.rollout.group, self.algorithm
-        need(bool(self.suites), "suites: name at least one, as [[suites]] with use = \"db\"")
+        need(bool(self.suites), 'suites: name at least one, as [[suites]] with use = "db"')
         names = [s.use for s in self.suites]
         need(len(set(names)) == len(names), f"suites: {names} names one twice; give each once, with a weight")
         need(group.n >= 2, "rollout.group.n: a group-relative advantage needs at least 2 members")
@@ -197,7 +199,7 @@ class Config(Table):
         need((group.min_members or group.n) >= 2, "rollout.group.min_members: needs at least 2 members")
         need(
             algorithm.weight_cap is None or algorithm.old_logprobs == "recompute",
-            "algorithm.weight_cap: truncated weights need algorithm.old_logprobs = \"recompute\"",
+            'algorithm.weight_cap: truncated weights need algorithm.old_logprobs = "recompute"',
         )
         need(
             self.rollout.stale_probability == 0 or self.engine.weight_slots >= 3,
@@ -275,7 +277,9 @@ def changed_keys(old: Config, new: Config) -> set[str]:
 
     def walk(a: Any, b: Any, prefix: str) -> set[str]:
         if isinstance(a, dict) and isinstance(b, dict):
-            return set().union(*(walk(a.get(k), b.get(k), f"{prefix}.{k}" if prefix else k) for k in a.keys() | b.keys()))
+            return set().union(
+                *(walk(a.get(k), b.get(k), f"{prefix}.{k}" if prefix else k) for k in a.keys() | b.keys())
+            )
         return set() if a == b else {prefix}
 
     return walk(old.model_dump(mode="json"), new.model_dump(mode="json"), "")

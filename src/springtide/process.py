@@ -31,6 +31,21 @@ class ProcessFailed(Exception):
     """A child did not start, or ended by itself. The text holds its exit status and the end of its log."""
 
 
+def root_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The exception to show of a task group's: a process that failed explains the connections that were lost."""
+    leaves: list[BaseException] = []
+
+    def collect(error: BaseException) -> None:
+        if isinstance(error, BaseExceptionGroup):
+            for inner in error.exceptions:
+                collect(inner)
+        else:
+            leaves.append(error)
+
+    collect(group)
+    return next((e for e in leaves if isinstance(e, ProcessFailed)), leaves[0])
+
+
 class Process:
     """A running child: `client` calls it, `exited` is set when it ends, `pid` is its process id."""
 
@@ -58,16 +73,24 @@ class Process:
 
 @contextlib.asynccontextmanager
 async def start_process(
-    name: str, entry: str, args: dict[str, Any], *, log_path: Path, deadline_s: float = 120.0
+    name: str,
+    entry: str,
+    args: dict[str, Any],
+    *,
+    log_path: Path,
+    socket_path: str | None = None,
+    deadline_s: float = 120.0,
 ) -> AsyncIterator[Process]:
     """Run `entry` ("package.module:function") in a child and connect to it.
 
     The function is `async def main(socket_path: str, args: dict)`: it serves `socket_path` with `wire.serve` and
-    returns or is cancelled to end. `args` must be JSON. Raises: ProcessFailed if it does not listen in `deadline_s`.
+    returns or is cancelled to end. `args` must be JSON. `socket_path` (default: a fresh one) lets a restarted child be
+    found where its predecessor was. Raises: ProcessFailed if it does not listen in `deadline_s`.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="springtide-") as directory, open(log_path, "ab") as log_file:
-        socket_path = f"{directory}/s"
+        socket_path = socket_path or f"{directory}/s"
+        Path(socket_path).unlink(missing_ok=True)
         death_read, death_write = os.pipe()
         try:
             child = await asyncio.create_subprocess_exec(

@@ -203,7 +203,12 @@ class Segment:
 
     def __post_init__(self) -> None:
         shape = self.ids.shape
-        for name, dtype in (("ids", np.int32), ("loss_mask", np.bool_), ("logprobs", np.float32), ("versions", np.int64)):
+        for name, dtype in (
+            ("ids", np.int32),
+            ("loss_mask", np.bool_),
+            ("logprobs", np.float32),
+            ("versions", np.int64),
+        ):
             array = getattr(self, name)
             if array.shape != shape or array.ndim != 1 or array.dtype != dtype:
                 raise ValueError(f"segment.{name} is {array.dtype} {array.shape}; it must be {np.dtype(dtype)} {shape}")

@@ -214,7 +214,9 @@ class Client:
                 return cls(reader, writer, name)
             except OSError as error:
                 if time.monotonic() > until:
-                    raise DeadlineExceeded(f"{name} did not listen on {path} within {deadline_s:g} s ({error})") from error
+                    raise DeadlineExceeded(
+                        f"{name} did not listen on {path} within {deadline_s:g} s ({error})"
+                    ) from error
                 await asyncio.sleep(0.02)
 
     @classmethod

@@ -1,0 +1,136 @@
+"""`springtide.train` and `springtide.evaluate`: the program from Python.
+
+Called by: users, and the CLI, which is these functions with arguments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from springtide.config import Config, ConfigError, load_config, make_config
+from springtide.engine.openai import ChatEndpoint
+from springtide.env.local import LocalClient, LocalRunner
+from springtide.models.presets import resolve_model
+from springtide.observe.metrics import Summary
+from springtide.observe.report import write_report
+from springtide.rollout.endpoint import play_endpoint
+from springtide.rollout.episode import EpisodeSpec
+from springtide.rollout.evaluate import EvalResult, eval_tasks
+from springtide.rollout.evaluate import evaluate as run_evaluation
+from springtide.rollout.pool import play_once
+from springtide.runtime.local import open_runtime
+from springtide.trace import TaskRef
+from springtide.trainer.driver import open_run
+from springtide.trainer.loop import train as run_loop
+from springtide.trainer.rundir import RunDirectory
+
+
+def train(config: Config | dict[str, Any] | str | Path, *, resume: bool = False) -> Summary:
+    """Train as `config` says (a tree, a TOML file, or a checked Config) and return the run's summary.
+
+    Raises: ConfigError before anything heavy starts; BrokenRun, ProcessFailed when the run cannot go on.
+    """
+    checked = as_config(config)
+
+    async def run() -> Summary:
+        async with open_run(checked, resume=resume) as driver:
+            return await run_loop(driver)
+
+    summary = asyncio.run(run())
+    if checked.observe.report:
+        write_report(checked.run_dir)
+    return summary
+
+
+def as_config(config: Config | dict[str, Any] | str | Path) -> Config:
+    """Any accepted form, checked. Raises: ConfigError."""
+    if isinstance(config, Config):
+        return config
+    return make_config(config) if isinstance(config, dict) else load_config(Path(config))
+
+
+def evaluate(
+    target: str | Path,
+    suite: str,
+    *,
+    split: str = "test",
+    level: str = "quick",
+    tasks: int = 64,
+    samples: int = 1,
+    temperature: float = 1.0,
+    max_new_tokens: int | None = None,
+    dev: bool = False,
+    model: str = "default",
+    concurrency: int = 64,
+    seed: int = 0,
+) -> EvalResult:
+    """Play the first `tasks` tasks of a suite's split, `samples` times each, and say how often they succeed.
+
+    target: a run directory (its newest checkpoint), a Hugging Face directory, the name of a shipped model, or the URL
+    of an OpenAI-compatible endpoint (then `model` names the model there). Raises: ConfigError, ProcessFailed.
+    """
+    config, path = _eval_config(target, suite, split, level, max_new_tokens, seed)
+
+    def spec(task: TaskRef, visit: int, member: int, retry: int) -> EpisodeSpec:
+        return EpisodeSpec(
+            task=task,
+            visit=visit,
+            member=member,
+            retry=retry,
+            purpose="eval",
+            run_seed=seed,
+            temperature=temperature,
+            max_new_tokens=config.rollout.max_new_tokens,
+            context=config.model.context,
+        )
+
+    async def run() -> EvalResult:
+        async with contextlib.AsyncExitStack() as stack:
+            directory = RunDirectory(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="springtide-eval-"))))
+            env: LocalClient
+            if path is None:
+                runner = LocalRunner((suite,), config.runtime.env_workers, directory.logs)
+                await stack.enter_async_context(runner)
+                env = await stack.enter_async_context(LocalClient(runner.addresses))
+                endpoint = await stack.enter_async_context(
+                    ChatEndpoint(str(target), model, connections=max(1, concurrency))
+                )
+                play = functools.partial(play_endpoint, env=env, endpoint=endpoint)
+            else:
+                runtime = await stack.enter_async_context(open_runtime(config, directory.path, path, checkpoint=None))
+                await runtime.trainer.call("publish", deadline_s=600, version=0)
+                await runtime.load(0)
+                env, play = runtime.catalog, functools.partial(play_once, runtime.pool)
+            chosen = eval_tasks(await env.catalog(suite, split, level), tasks, dev=dev)
+            if not chosen:
+                raise ConfigError(f"suite {suite} has no {'dev ' if dev else ''}tasks in split {split}, level {level}")
+            return await run_evaluation({chosen[0].suite: chosen}, play, spec, samples=samples, concurrency=concurrency)
+
+    return asyncio.run(run())
+
+
+def _eval_config(
+    target: str | Path, suite: str, split: str, level: str, max_new_tokens: int | None, seed: int
+) -> tuple[Config, Path | None]:
+    """The configuration to evaluate under, and the model's directory (None for an endpoint)."""
+    text, base, path = str(target), {}, None
+    if not text.startswith(("http://", "https://")):
+        directory = RunDirectory(Path(text))
+        if directory.config.exists():
+            saved = directory.saved()
+            if not saved:
+                raise ConfigError(f"{text} has no checkpoint yet")
+            run = load_config(directory.config)
+            base, path = {"model": run.model.model_dump(), "rollout": run.rollout.model_dump()}, saved[0]
+        else:
+            path = resolve_model(text)
+    base["suites"] = [{"use": suite, "split": split, "level": level}]
+    base["run"] = {"name": "eval", "seed": seed}
+    if max_new_tokens is not None:
+        base.setdefault("rollout", {})["max_new_tokens"] = max_new_tokens
+    return make_config(base), path

@@ -1,0 +1,59 @@
+"""`springtide eval RUN|CHECKPOINT|URL --suite S --split P`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from springtide.cli.train import Json
+from springtide.trace import atomic_write
+
+
+def command(
+    target: Annotated[
+        str, typer.Argument(help="a run, a Hugging Face directory, a shipped model, or an endpoint's URL")
+    ],
+    suite: Annotated[str, typer.Option(help="a registered suite, or FILE.py:Class")],
+    split: Annotated[str, typer.Option(help="train, test or ood")] = "test",
+    level: Annotated[str, typer.Option(help="of the suite")] = "quick",
+    tasks: Annotated[int, typer.Option(min=1, help="the first N tasks")] = 64,
+    samples: Annotated[int, typer.Option(min=1, help="episodes a task; pass@k is given for k up to this")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 1.0,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="a turn; default: the run's, or 64")] = None,
+    dev: Annotated[bool, typer.Option("--dev", help="only the dev tenth (split train)")] = False,
+    model: Annotated[str, typer.Option(help="the model's name at an endpoint")] = "default",
+    out: Annotated[Path | None, typer.Option(help="also write the figures to this JSON file")] = None,
+    json_: Json = False,
+) -> None:
+    """How often a policy succeeds, with a 95% interval."""
+    from springtide.api import evaluate
+
+    result = evaluate(
+        target,
+        suite,
+        split=split,
+        level=level,
+        tasks=tasks,
+        samples=samples,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        dev=dev,
+        model=model,
+    )
+    figures = {name: asdict(r) for name, r in result.suites.items()}
+    text = json.dumps({"target": target, "split": split, "level": level, "temperature": temperature, "suites": figures})
+    if out is not None:
+        atomic_write(out, (text + "\n").encode())
+    if json_:
+        print(text)
+        return
+    for name, r in result.suites.items():
+        print(f"{name}: success {r.success:.1%} [{r.low:.1%}, {r.high:.1%}] over {r.episodes} episodes")
+        if samples > 1:
+            print("  " + "  ".join(f"pass@{k} {v:.1%}" for k, v in r.pass_at.items()))
+        print("  " + "  ".join(f"{status} {share:.1%}" for status, share in r.status.items()))
+        print(f"  {r.turns:.1f} turns, {r.tokens:.0f} tokens an episode; {r.env_errors} environment errors")

@@ -1,0 +1,64 @@
+"""The command line: one typer application, one file a command.
+
+Owns: how faults reach the person who typed. Invariants: bad input is one line on stderr and exit 2; a run that cannot
+go on is one line and exit 1; Ctrl-C leaves no process behind and says how to go on.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from springtide.cli import doctor, evaluate, export, quickstart, train, view
+from springtide.config import ConfigError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Online reinforcement learning for agents.",
+)
+app.command("quickstart")(quickstart.command)
+app.command("train")(train.command)
+app.command("eval")(evaluate.command)
+app.command("view")(view.command)
+app.command("export")(export.command)
+app.add_typer(doctor.app, name="doctor", help="Check an environment, a model or a cluster before you rely on it.")
+
+
+def main() -> None:
+    try:
+        app()
+    except KeyboardInterrupt:
+        print("stopped; continue a run with the same command and --resume", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        bad_input, broken = _kinds()
+        if isinstance(error, bad_input):
+            print(f"springtide: {error}", file=sys.stderr)
+            sys.exit(2)
+        if isinstance(error, broken):
+            print(f"springtide: {error}", file=sys.stderr)
+            sys.exit(1)
+        raise
+
+
+def _kinds() -> tuple[tuple[type[Exception], ...], tuple[type[Exception], ...]]:
+    """The exceptions that are the user's to mend, and those that end a run; imported only when one is there."""
+    from springtide.chat.template import ChatError
+    from springtide.env.suite import SuiteError
+    from springtide.models.presets import ModelNotFound
+    from springtide.process import ProcessFailed
+    from springtide.rollout.feeder import BrokenRun
+    from springtide.trainer.ledger import LedgerError
+    from springtide.wire import DeadlineExceeded, RemoteError
+
+    return (
+        (ConfigError, SuiteError, ChatError, ModelNotFound, LedgerError),
+        (BrokenRun, ProcessFailed, DeadlineExceeded, RemoteError),
+    )
+
+
+if __name__ == "__main__":
+    main()

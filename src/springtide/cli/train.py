@@ -1,0 +1,56 @@
+"""`springtide train CONFIG`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from springtide.config import load_config
+from springtide.observe.metrics import Summary
+
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change one key, as trainer.lr=1e-4")]
+Json = Annotated[bool, typer.Option("--json", help="print the summary as JSON")]
+
+
+def command(
+    config: Annotated[Path, typer.Argument(help="a TOML file")],
+    set_: Set = None,
+    resume: Annotated[bool, typer.Option("--resume", help="continue the run of this name")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="check everything cheap, print the resolved tree, stop")
+    ] = False,
+    json_: Json = False,
+) -> None:
+    """Train as CONFIG says."""
+    checked = load_config(config, tuple(set_ or ()))
+    if dry_run:
+        from springtide.trainer.driver import check_run
+
+        check_run(checked)
+        print(checked.to_toml(), end="")
+        return
+    from springtide.api import train
+
+    show(train(checked, resume=resume), checked.run_dir, as_json=json_)
+
+
+def show(summary: Summary, run_dir: Path, *, as_json: bool) -> None:
+    """Print a finished run's summary."""
+    if as_json:
+        print(json.dumps(summary.to_json()))
+        return
+    print(f"{summary.steps} steps in {summary.wall_s / 60:.1f} min")
+    if summary.success_start is not None and summary.success_end is not None:
+        print(f"success {summary.success_start:.1%} -> {summary.success_end:.1%}")
+        for suite, row in summary.per_suite.items():
+            print(f"  {suite}: {_percent(row['success_start'])} -> {_percent(row['success_end'])}")
+    if summary.greedy_start is not None and summary.greedy_end is not None:
+        print(f"greedy {summary.greedy_start:.1%} -> {summary.greedy_end:.1%}")
+    print(f"{run_dir}/report.html, or: springtide view {run_dir}")
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

@@ -1,0 +1,116 @@
+"""Any OpenAI-compatible chat endpoint: for evaluation and teachers, never for training (it gives text, not tokens).
+
+Owns: the HTTP requests, their retries and their deadline. Invariants: a request is tried again only for what may pass
+(connection, 408, 429, 5xx), with growing pauses and at most `tries` times; what the server refuses for good is an
+`EndpointError` with its own words.
+Called by: `rollout.endpoint`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+
+from springtide.trace import Message
+
+_PASSING = {408, 409, 425, 429, 500, 502, 503, 504}
+
+
+class EndpointError(Exception):
+    """The endpoint could not be used. The text holds its address, the status and what it said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One completion. `finish` is the server's finish_reason; token counts are its `usage`, 0 where it gives none."""
+
+    message: Message
+    finish: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class ChatEndpoint:
+    """`async with ChatEndpoint(url, model)`. `url` ends in /v1 or in /chat/completions; the key is $OPENAI_API_KEY."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        connections: int = 64,
+        tries: int = 5,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self._url = url if url.endswith("/chat/completions") else url.rstrip("/") + "/chat/completions"
+        self._model, self._tries = model, tries
+        self._connections, self._timeout_s = connections, timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> ChatEndpoint:
+        key = os.environ.get("OPENAI_API_KEY")
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=self._connections),  # aiohttp's own default of 100 is a silent cap
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+        )
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None):
+        assert self._session is not None
+        await self._session.close()
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        *,
+        temperature: float,
+        max_tokens: int,
+        seed: int,
+    ) -> Reply:
+        """One completion. Raises: EndpointError."""
+        assert self._session is not None
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": [m.to_openai() for m in messages],
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+            "seed": seed & 0x7FFFFFFF,
+        }
+        if tools:
+            body["tools"] = list(tools)
+        said = ""
+        for attempt in range(self._tries):
+            if attempt:
+                await asyncio.sleep(min(30.0, 0.5 * 2**attempt))
+            try:
+                async with self._session.post(self._url, json=body) as response:
+                    if response.status == 200:
+                        return _reply(await response.json())
+                    said = f"status {response.status}: {(await response.text())[:300]}"
+                    if response.status not in _PASSING:
+                        break
+            except (aiohttp.ClientError, TimeoutError) as error:
+                said = f"{type(error).__name__}: {error}"
+        raise EndpointError(f"{self._url} ({self._model}): {said}")
+
+
+def _reply(data: dict[str, Any]) -> Reply:
+    try:
+        choice = data["choices"][0]
+        usage = data.get("usage") or {}
+        return Reply(
+            Message.from_openai({**choice["message"], "role": "assistant"}),
+            choice.get("finish_reason") or "stop",
+            usage.get("prompt_tokens", 0),
+            usage.get("completion_tokens", 0),
+        )
+    except (KeyError, IndexError, TypeError) as error:
+        raise EndpointError(f"the reply is no chat completion ({error!r}): {str(data)[:300]}") from None

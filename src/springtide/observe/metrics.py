@@ -1,0 +1,317 @@
+"""The figures of a run: what each step and each evaluation says, and the summary at the end.
+
+Owns: the definition of every metric (`docs/metrics.md` gives the formulas) and the records in `metrics.jsonl`.
+Invariants: every figure is a sum over episodes or tokens divided once, never a mean of means (trl#7047); a record
+carries the step it belongs to; the summary is computed from the records on disk, so a resumed run's covers all of it.
+Called by: the driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from springtide.engine.protocol import EngineStats
+from springtide.observe.sinks import Sink, read_records
+from springtide.rollout.evaluate import EvalResult
+from springtide.rollout.feeder import Counts
+from springtide.schedule.readiness import Readiness
+from springtide.trace import version_step
+
+_LAG_SAMPLE_S = 0.02
+_MEMORY_SAMPLE_S = 5.0
+
+
+class Display(Protocol):
+    """What shows a run to the person who watches it (see `observe.progress`)."""
+
+    def step(self, record: dict[str, Any]) -> None: ...
+
+    def evaluation(self, record: dict[str, Any]) -> None: ...
+
+    def waiting(self, reason: str, admission: str) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """`summary.json`. Shares are of the loop's wall time; success and greedy are means over suites."""
+
+    steps: int
+    wall_s: float
+    success_start: float | None
+    success_end: float | None
+    greedy_start: float | None
+    greedy_end: float | None
+    per_suite: dict[str, dict[str, float | None]]
+    loss_tokens: int
+    goodput_tokens_per_s: float
+    staleness_mean: float
+    staleness_max: int
+    stale_pool_lag_mean: float
+    kv_hit_rate: float
+    rollout_wait_share: float
+    train_wait_share: float
+    env_errors: int
+    discarded_tokens: int
+    logprob_gap_mean: float
+    peak_pss_mib: float
+    seed: int
+    commit: str
+    ledger: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Metrics:
+    """Turns what happened into records, and hands them to the sinks and the display."""
+
+    def __init__(self, sinks: Sequence[Sink], display: Display, pids: Callable[[], list[int]]) -> None:
+        self._sinks, self._display, self._pids = sinks, display, pids
+        self._last_t = 0.0
+        self._last_spent: Counter[str] = Counter()
+        self._last_engine = EngineStats()
+        self._lags: deque[float] = deque(maxlen=3000)
+        self.peak_pss_mib = 0.0
+
+    async def watch_loop(self) -> None:
+        """Sample the driver's event-loop lag, and the memory of all processes of the run."""
+        next_memory = time.monotonic()
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(_LAG_SAMPLE_S)
+            self._lags.append(max(0.0, time.monotonic() - before - _LAG_SAMPLE_S))
+            if time.monotonic() >= next_memory:
+                next_memory = time.monotonic() + _MEMORY_SAMPLE_S
+                total = await asyncio.to_thread(pss_mib, self._pids())
+                self.peak_pss_mib = max(self.peak_pss_mib, total)
+
+    def waiting(self, reason: str, admission: str) -> None:
+        self._display.waiting(reason, admission)
+
+    def note(self, step: int, text: str) -> None:
+        """A state a person should see: written, shown, and not an error."""
+        self._write({"kind": "note", "step": step, "text": text})
+        self._display.note(text)
+
+    def resumed(self, step: int, elapsed: float, incarnation: int) -> None:
+        self._last_t = elapsed
+        self._write({"kind": "resume", "step": step, "incarnation": incarnation})
+
+    def step(
+        self,
+        *,
+        step: int,
+        summaries: Sequence[Mapping[str, Any]],
+        learned: dict[str, Any],
+        counts: Counts,
+        spent: Counter[str],
+        elapsed: float,
+        engines: Sequence[EngineStats],
+        state: Readiness,
+        restarts: dict[str, int],
+    ) -> None:
+        """One optimiser step: `summaries` are the trained groups', `counts` all episodes that ended since the last."""
+        step_s = max(1e-9, elapsed - self._last_t)
+        stale = [step - 1 - version_step(b) for s in summaries for b in s["births"] if b is not None]
+        lags = [lag for s in summaries for lag in s["stale_lag"]]
+        engine = _total(engines)
+        delta = _difference(engine, self._last_engine)
+        success = {suite: _mean(values) for suite, values in sorted(counts.success.items())}
+        record = {
+            "kind": "step",
+            "step": step,
+            "t": elapsed,
+            "step_s": step_s,
+            "groups": len(summaries),
+            "trajectories": sum(len(s["members"]) for s in summaries),
+            "loss_tokens": int(learned.get("loss_tokens", 0)),
+            "goodput_tokens_per_s": learned.get("loss_tokens", 0) / step_s,
+            "success": {"mean": _mean(list(success.values())), **success},
+            "reward": {suite: _mean(values) for suite, values in sorted(counts.reward.items())},
+            "mixture": {suite: n / max(1, sum(state.consumed.values())) for suite, n in sorted(state.consumed.items())},
+            "staleness": {"mean": _mean(stale), "max": max(stale, default=0), "stale_pool_lag": _mean(lags)},
+            "seconds": {cause: spent[cause] - self._last_spent[cause] for cause in sorted(spent)},
+            "status": {k: v / max(1, counts.status.total()) for k, v in sorted(counts.status.items())},
+            "episodes": counts.status.total(),
+            "dropped": dict(counts.dropped),
+            "env_errors": dict(counts.env_errors),
+            "discarded_tokens": dict(counts.discarded),
+            "tokens_a_group": {"kept": _mean(counts.kept_tokens), "dropped": _mean(counts.dropped_tokens)},
+            "engine": {
+                "busy_share": delta.busy_s / max(1e-9, delta.busy_s + delta.idle_s + delta.paused_s),
+                "kv_hit_rate": delta.cached_tokens / max(1, delta.cached_tokens + delta.computed_tokens),
+                "generated_tokens": delta.generated_tokens,
+                "computed_tokens": delta.computed_tokens,
+                "recomputed_tokens": delta.recomputed_tokens,
+                "kv_tokens": engine.kv_tokens,
+            },
+            "trainer": learned,
+            "pending": {"in_flight": len(state.in_flight()), "ready": len(state.ready())},
+            "restarts": restarts,
+            "driver_lag_p99_s": _quantile(self._lags, 0.99),
+            "pss_mib": self.peak_pss_mib,
+        }
+        self._last_t, self._last_engine = elapsed, engine
+        self._last_spent = Counter(spent)
+        self._write(record)
+        self._display.step(record)
+        finished = counts.status.total() - counts.status["environment_error"]
+        if finished and counts.status["turn_limit"] + counts.status["context_limit"] == finished:
+            self.note(
+                step,
+                "every episode since the last step hit its turn or context limit: raise rollout.max_turns, "
+                "rollout.max_new_tokens or model.context",
+            )
+
+    def evaluation(self, label: str, step: int, sampled: EvalResult, greedy: EvalResult | None) -> None:
+        record = {
+            "kind": "eval",
+            "label": label,
+            "step": step,
+            "success": sampled.success,
+            "greedy": greedy.success if greedy else None,
+            "suites": {
+                suite: {
+                    **asdict(result),
+                    "greedy": greedy.suites[suite].success if greedy else None,
+                    "greedy_status": greedy.suites[suite].status if greedy else None,
+                }
+                for suite, result in sampled.suites.items()
+            },
+        }
+        self._write(record)
+        self._display.evaluation(record)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.write(record)
+
+
+def summarise(path: Path, ledger: dict[str, Any], *, seed: int, commit: str, peak_pss_mib: float) -> Summary:
+    """The summary of the run whose `metrics.jsonl` is `path`; `ledger` is its audit."""
+    records = read_records(path)
+    steps = [r for r in records if r["kind"] == "step"]
+    evals = {r["label"]: r for r in records if r["kind"] == "eval"}
+    start, end = evals.get("start"), evals.get("end")
+    wall = steps[-1]["t"] if steps else 0.0
+    tokens = sum(r["loss_tokens"] for r in steps)
+    trajectories = sum(r["trajectories"] for r in steps)
+    seconds: Counter[str] = Counter()
+    for r in steps:
+        seconds.update(r["seconds"])
+    computed = sum(r["engine"]["computed_tokens"] for r in steps)
+    cached = sum(r["engine"]["kv_hit_rate"] * _prompt_tokens(r["engine"]) for r in steps)
+    suites = sorted({s for r in (start, end) if r for s in r["suites"]})
+    return Summary(
+        steps=steps[-1]["step"] if steps else 0,
+        wall_s=wall,
+        success_start=_of(start, "success"),
+        success_end=_of(end, "success"),
+        greedy_start=_of(start, "greedy"),
+        greedy_end=_of(end, "greedy"),
+        per_suite={
+            s: {
+                f"{key}_{when}": _of((record or {"suites": {}})["suites"].get(s), key)
+                for when, record in (("start", start), ("end", end))
+                for key in ("success", "greedy")
+            }
+            for s in suites
+        },
+        loss_tokens=tokens,
+        goodput_tokens_per_s=tokens / wall if wall else 0.0,
+        staleness_mean=sum(r["staleness"]["mean"] * r["trajectories"] for r in steps) / max(1, trajectories),
+        staleness_max=max((r["staleness"]["max"] for r in steps), default=0),
+        stale_pool_lag_mean=_mean(
+            [r["staleness"]["stale_pool_lag"] for r in steps if r["staleness"]["stale_pool_lag"]]
+        ),
+        kv_hit_rate=cached / max(1.0, cached + computed),
+        rollout_wait_share=sum((1 - r["engine"]["busy_share"]) * r["step_s"] for r in steps) / wall if wall else 0.0,
+        train_wait_share=sum(v for k, v in seconds.items() if k.startswith("wait_")) / wall if wall else 0.0,
+        env_errors=sum(sum(r["env_errors"].values()) for r in steps),
+        discarded_tokens=sum(sum(r["discarded_tokens"].values()) for r in steps),
+        logprob_gap_mean=_mean([r["trainer"]["logprob_gap"] for r in steps if "logprob_gap" in r["trainer"]]),
+        peak_pss_mib=max([peak_pss_mib, *(r["pss_mib"] for r in steps)]),
+        seed=seed,
+        commit=commit,
+        ledger=ledger,
+    )
+
+
+def pss_mib(pids: Sequence[int]) -> float:
+    """Proportional set size of the processes `pids` and all their children, in MiB (shared pages counted once)."""
+    total, seen, queue = 0, set(), list(pids)
+    while queue:
+        pid = queue.pop()
+        if pid in seen:
+            continue
+        seen.add(pid)
+        try:
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    total += int(line.split()[1])
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                queue += map(int, (task / "children").read_text().split())
+        except (OSError, ValueError):
+            continue  # it ended meanwhile
+    return total / 1024
+
+
+def _prompt_tokens(engine: Mapping[str, float]) -> float:
+    rate = engine["kv_hit_rate"]
+    return engine["computed_tokens"] / max(1e-9, 1 - rate) if rate < 1 else 0.0
+
+
+def _total(stats: Sequence[EngineStats]) -> EngineStats:
+    names = (
+        "generated_tokens",
+        "computed_tokens",
+        "cached_tokens",
+        "recomputed_tokens",
+        "busy_s",
+        "idle_s",
+        "paused_s",
+        "kv_tokens",
+        "kv_capacity",
+    )
+    return EngineStats(**{name: sum(getattr(s, name) for s in stats) for name in names})
+
+
+def _difference(new: EngineStats, old: EngineStats) -> EngineStats:
+    names = (
+        "generated_tokens",
+        "computed_tokens",
+        "cached_tokens",
+        "recomputed_tokens",
+        "busy_s",
+        "idle_s",
+        "paused_s",
+    )
+    return EngineStats(**{name: max(0, getattr(new, name) - getattr(old, name)) for name in names})
+
+
+def _of(record: Mapping[str, Any] | None, key: str) -> float | None:
+    value = record.get(key) if record else None
+    return None if value is None or math.isnan(value) else float(value)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else 0.0
+
+
+def _quantile(values: Sequence[float], q: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0

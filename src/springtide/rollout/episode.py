@@ -1,0 +1,251 @@
+"""One episode: open its environment, let the policy act, and record exactly what happened.
+
+Owns: the agent loop. Invariants: the ids the engine was given and the ids it sampled are the ids of the trajectory;
+an environment that fails gives an outcome without a reward; the session is closed whatever happens; every wait is
+inside a call that has a deadline.
+Called by: the rollout worker (training and evaluation alike), and scripts that replay gold.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from springtide.chat import Chat
+from springtide.engine.protocol import Engine, EngineError, Generation, Sampling
+from springtide.env.session import EnvClient, EnvironmentUnavailable, FinishReason, Session
+from springtide.trace import Cause, Message, Outcome, Status, TaskRef, Trajectory, Turn, sampling_seed, version_step
+from springtide.wire import ConnectionLost, DeadlineExceeded, record
+
+
+@record
+@dataclass(frozen=True, slots=True)
+class EpisodeSpec:
+    """What the driver asks for. `version` None samples each turn with the newest weights; else it is pinned.
+
+    `stale_version` and `stale_probability` are cross-policy sampling (AgentRL 3.2): each turn is drawn from the stale
+    pool with that probability, decided by the episode's seed. `gold` follows the environment's solution instead.
+    """
+
+    task: TaskRef
+    visit: int
+    member: int
+    retry: int
+    purpose: Literal["train", "eval", "gold"]
+    run_seed: int
+    temperature: float
+    max_new_tokens: int
+    context: int
+    max_turns: int | None = None
+    version: int | None = None
+    stale_version: int | None = None
+    stale_probability: float = 0.0
+    open_s: float = 120.0
+
+    @property
+    def key(self) -> str:
+        return f"{self.purpose}/{self.visit}/{self.member}/{self.retry}"
+
+    @property
+    def seed(self) -> int:
+        return sampling_seed(self.run_seed, self.purpose, self.task.id, self.visit, self.member, self.retry)
+
+
+@record
+@dataclass(frozen=True, slots=True)
+class EpisodeSummary:
+    """What the driver needs to know of a trajectory; the tokens stay with the worker. Times in seconds."""
+
+    visit: int
+    member: int
+    retry: int
+    status: Status
+    reward: float | None
+    success: bool | None
+    cause: str | None
+    detail: str
+    loss_tokens: int
+    tokens: int
+    turns: int
+    stale_turns: int
+    birth: int | None
+    stale_lag: float
+    queue_s: float
+    decode_s: float
+    env_s: float
+    wall_s: float
+    killed: bool = False  # lost to a process that died: uses up no retry
+
+    @staticmethod
+    def lost(spec: EpisodeSpec, detail: str, cause: Cause = "worker_lost") -> EpisodeSummary:
+        """The summary of an episode without a trajectory (by default: its worker died with it)."""
+        return summarise(_failed(spec, EnvironmentUnavailable(cause, detail)), 0.0)
+
+
+async def play(spec: EpisodeSpec, env: EnvClient, engine: Engine, chat: Chat) -> Trajectory:
+    """Play one episode to its end. Never raises for what an environment or an engine does: the outcome says it."""
+    try:
+        session = await env.open(spec.task, spec.visit, spec.member, spec.retry, spec.open_s)
+    except EnvironmentUnavailable as error:
+        return _failed(spec, error)
+    try:
+        return await _play(spec, session, engine, chat)
+    except EnvironmentUnavailable as error:
+        return _failed(spec, error)
+    finally:
+        await session.close()
+        if spec.purpose != "gold":
+            await _release(engine, spec.key)
+
+
+async def _play(spec: EpisodeSpec, session: Session, engine: Engine, chat: Chat) -> Trajectory:
+    conversation = chat.start(session.messages, session.tools)
+    messages: list[Message] = list(session.messages)
+    turns: list[Turn] = []
+    coin = random.Random(spec.seed)
+    gold = await _gold_messages(session) if spec.purpose == "gold" else None
+    limit = min(session.max_turns, spec.max_turns or session.max_turns)
+    reason: FinishReason = "turn_limit"
+    for number in range(limit):
+        room = spec.context - len(conversation.ids)
+        if room < 2:  # one token and its stop
+            reason = "context_limit"
+            break
+        started = time.monotonic()
+        if gold is not None:
+            if number >= len(gold):
+                reason = "done"
+                break
+            ids = conversation.render_gold(gold[number])
+            generation, policy = Generation(ids, np.zeros(len(ids), np.float32), version=0, finish="stop"), "gold"
+        else:
+            policy = "stale" if coin.random() < spec.stale_probability and spec.stale_version is not None else "current"
+            sampling = Sampling(
+                seed=spec.seed,
+                turn=number,
+                max_new_tokens=min(spec.max_new_tokens, room),
+                temperature=spec.temperature,
+                stop_ids=chat.stop_ids,
+            )
+            try:
+                generation = await engine.generate(
+                    f"{spec.key}/{policy}",
+                    np.asarray(conversation.ids, np.int32),
+                    sampling,
+                    version=spec.stale_version if policy == "stale" else spec.version,
+                    prefix=f"{spec.purpose}/{spec.visit}",
+                )
+            except (EngineError, ConnectionLost, DeadlineExceeded) as error:
+                lost = isinstance(error, ConnectionLost)
+                raise EnvironmentUnavailable("infrastructure", f"engine{' lost' if lost else ''}: {error}") from error
+        message = conversation.assistant(generation.ids, generation.finish, generation.logprobs, generation.version)
+        messages.append(message)
+        acted = time.monotonic()
+        observation = await session.act(message, number)
+        turns.append(
+            replace(
+                conversation.turns[-1],
+                step_reward=observation.step_reward,
+                policy=policy,
+                queue_s=generation.queue_s,
+                decode_s=max(0.0, acted - started - generation.queue_s),
+                env_s=time.monotonic() - acted,
+            )
+        )
+        messages.extend(observation.messages)
+        if observation.ended:
+            reason = "done"
+            break
+        conversation.observe(observation.messages)
+    outcome = await session.finish(reason)
+    return Trajectory(
+        task=spec.task,
+        visit=spec.visit,
+        member=spec.member,
+        retry=spec.retry,
+        segments=conversation.segments(),
+        turns=tuple(turns),
+        messages=tuple(messages),
+        outcome=outcome,
+        header=_header(spec, chat),
+    )
+
+
+def summarise(trajectory: Trajectory, wall_s: float) -> EpisodeSummary:
+    """The driver's view of a trajectory."""
+    outcome, birth = trajectory.outcome, trajectory.oldest_version()
+    stale = [t for t in trajectory.turns if t.policy == "stale" and t.end > t.start]
+    newest = max((int(s.versions.max()) for s in trajectory.segments if len(s.versions)), default=0)
+    lags = [version_step(newest) - version_step(int(trajectory.segments[t.segment].versions[t.start])) for t in stale]
+    return EpisodeSummary(
+        visit=trajectory.visit,
+        member=trajectory.member,
+        retry=trajectory.retry,
+        status=outcome.status,
+        reward=outcome.reward,
+        success=outcome.success,
+        cause=outcome.cause,
+        detail=outcome.detail,
+        loss_tokens=trajectory.loss_tokens,
+        tokens=trajectory.tokens,
+        turns=len(trajectory.turns),
+        stale_turns=len(stale),
+        birth=birth,
+        stale_lag=sum(lags) / len(lags) if lags else 0.0,
+        queue_s=sum(t.queue_s for t in trajectory.turns),
+        decode_s=sum(t.decode_s for t in trajectory.turns),
+        env_s=sum(t.env_s for t in trajectory.turns),
+        wall_s=wall_s,
+        killed=outcome.cause == "worker_lost" or outcome.detail.startswith("engine lost"),
+    )
+
+
+def _failed(spec: EpisodeSpec, error: EnvironmentUnavailable) -> Trajectory:
+    cause: Any = error.cause
+    return Trajectory(
+        task=spec.task,
+        visit=spec.visit,
+        member=spec.member,
+        retry=spec.retry,
+        segments=(),
+        turns=(),
+        messages=(),
+        outcome=Outcome("environment_error", cause=cause, detail=error.detail),
+    )
+
+
+def _header(spec: EpisodeSpec, chat: Chat) -> dict[str, Any]:
+    return {
+        **chat.fingerprints,
+        "purpose": spec.purpose,
+        "seed": spec.seed,
+        "temperature": spec.temperature,
+        "max_new_tokens": spec.max_new_tokens,
+        "context": spec.context,
+        "environment_version": spec.task.version,
+    }
+
+
+async def _gold_messages(session: Session) -> list[Message]:
+    calls = await session.gold()
+    if calls is None:
+        raise EnvironmentUnavailable("setup", "the environment has no gold solution for this task")
+    return [
+        Message("assistant", tool_calls=(call,))
+        if call.name
+        else Message("assistant", json.loads(call.arguments)["text"])
+        for call in calls
+    ]
+
+
+async def _release(engine: Engine, key: str) -> None:
+    for policy in ("current", "stale"):
+        try:
+            await engine.release(f"{key}/{policy}")
+        except (EngineError, ConnectionLost, DeadlineExceeded):
+            return  # a lost engine holds nothing

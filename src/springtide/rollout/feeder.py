@@ -1,0 +1,347 @@
+"""The feeder: it carries out what the policy decides, and turns draws into groups that are ready to train.
+
+Owns: every group between its draw and its readiness, retries of lost members, and the record of events. Invariants:
+a visit ends in the ledger exactly once; its file is durable before it is ready; a member lost to a killed process is
+played again without using up a retry; a group never outlives its deadline.
+Called by: the driver, as one long task beside the training loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from springtide.algorithms.advantages import GroupRewards, Member, advantages, effective_reward
+from springtide.config import Config
+from springtide.process import root_cause
+from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
+from springtide.rollout.pool import RolloutWorker, WorkerPool
+from springtide.schedule.policies import Policy
+from springtide.schedule.readiness import Abort, Admit, Admitted, Dropped, Event, Readiness, Ready
+from springtide.schedule.sampling import UniformSampler
+from springtide.trace import TaskRef, version_step
+from springtide.trainer.ledger import Ledger
+from springtide.wire import ConnectionLost, RemoteError
+
+_BROKEN_AFTER = 64  # episodes of a suite that failed in a row: the environment is broken, not unlucky
+_NO_SIGNAL_STEPS = 20  # steps' worth of groups in a row with equal rewards: nothing is left to learn from
+
+
+class BrokenRun(Exception):
+    """The run cannot go on: an environment always fails, or no group carries a signal. One line with the cause."""
+
+
+@dataclass(slots=True)
+class Versions:
+    """Which weights rollout uses now: `current` the newest published, `stale` the stale pool's (cross-policy)."""
+
+    current: int
+    stale: int | None = None
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened since the last `take`: episodes by status, tokens by fate, drops by cause."""
+
+    status: Counter[str] = field(default_factory=Counter)
+    success: dict[str, list[bool]] = field(default_factory=dict)
+    reward: dict[str, list[float]] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
+    env_errors: Counter[str] = field(default_factory=Counter)
+    kept_tokens: list[int] = field(default_factory=list)
+    dropped_tokens: list[int] = field(default_factory=list)
+    discarded: Counter[str] = field(default_factory=Counter)  # loss tokens by the cause they were discarded for
+    generated: int = 0
+    env_s: float = 0.0
+    queue_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class Feeder:
+    """See the module. `notify` is called after every event, with the event."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        ledger: Ledger,
+        state: Readiness,
+        policy: Policy,
+        samplers: Mapping[str, UniformSampler],
+        pool: WorkerPool,
+        versions: Versions,
+        directory: Path,
+        record: Callable[[Event | Admit | Abort], None],
+    ) -> None:
+        self._config, self._ledger, self._state, self._policy = config, ledger, state, policy
+        self._samplers, self._pool, self._versions, self._directory = samplers, pool, versions, directory
+        self._record = record
+        self._groups: dict[int, asyncio.Task[None]] = {}
+        self._draws = ledger.draws()
+        self._next_visit = ledger.next_visit()
+        self._wake = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._failed_in_a_row: Counter[str] = Counter()
+        self._without_signal = 0
+        self.summaries: dict[int, dict[str, Any]] = {}  # of ready visits: what advantages are computed from
+        self.counts = Counts()
+        self._holding = False
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Carry out the policy's decisions until cancelled. Raises: BrokenRun."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._resume(tasks)
+                self._wake.set()
+                while True:
+                    await self._wake.wait()
+                    self._wake.clear()
+                    if not self._holding:
+                        await self._decide(tasks)
+        except BaseExceptionGroup as failed:
+            raise root_cause(failed) from None
+
+    def apply(self, event: Event) -> None:
+        """The one way in for events: state, record, wake."""
+        self._state.apply(event)
+        self._record(event)
+        self._wake.set()
+        self._changed.set()
+
+    async def changed(self, timeout_s: float) -> bool:
+        """Wait for the next event, or `timeout_s`; says whether there was one."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        self._changed.clear()
+        return True
+
+    def hold(self, holding: bool) -> None:
+        """Draw nothing while held (an evaluation of a synchronous run, the end of a run)."""
+        self._holding = holding
+        self._wake.set()
+
+    def end(self, cause: str) -> None:
+        """Drop all that is pending, with `cause`: the run is over and every drawn member must have its end."""
+        for visit in list(self._state.groups):
+            self._drop(visit, cause)
+        for task in self._groups.values():
+            task.cancel()
+
+    def take_counts(self) -> Counts:
+        counts, self.counts = self.counts, Counts()
+        return counts
+
+    async def _decide(self, tasks: asyncio.TaskGroup) -> None:
+        admitted: list[tuple[int, TaskRef]] = []
+        while actions := self._policy.decide(self._state):
+            for action in actions:
+                self._record(action)
+                if isinstance(action, Abort):
+                    self._drop(action.visit, action.cause)
+                else:
+                    admitted.append(self._draw(action.suite))
+        if admitted and self._config.schedule.policy == "synchronous":
+            worker = await self._pool.acquire()
+            await worker.call("expect", deadline_s=10, episodes=len(admitted) * self._config.rollout.group.n)
+        for visit, task in admitted:
+            self._groups[visit] = tasks.create_task(self._group(visit, task), name=f"group {visit}")
+
+    def _draw(self, suite: str) -> tuple[int, TaskRef]:
+        draw, visit = self._draws[suite], self._next_visit
+        task = self._samplers[suite].task(draw)
+        self._draws[suite] += 1
+        self._next_visit += 1
+        birth = self._versions.current
+        self._ledger.draw(visit, task, draw, self._config.rollout.group.n, birth)
+        self.apply(Admitted(time.time(), visit, suite, version_step(birth)))
+        return visit, task
+
+    def _resume(self, tasks: asyncio.TaskGroup) -> None:
+        for row in self._ledger.visits("ready", "open"):
+            self.apply(Admitted(time.time(), row.visit, row.task.suite, min(version_step(row.birth), self._state.step)))
+            if row.state == "ready":
+                assert row.summary is not None
+                self.summaries[row.visit] = row.summary
+                self.apply(Ready(time.time(), row.visit))
+            else:
+                self._groups[row.visit] = tasks.create_task(self._group(row.visit, row.task), name=f"group {row.visit}")
+
+    # --- one group --------------------------------------------------------------------------------------------------
+
+    async def _group(self, visit: int, task: TaskRef) -> None:
+        try:
+            deadline = asyncio.get_running_loop().time() + self._config.rollout.group.deadline_s
+            while True:
+                worker = await self._pool.acquire()
+                try:
+                    members = await self._members(worker, visit, task, deadline)
+                    await self._finish(worker, visit, task, members)
+                    return
+                except ConnectionLost:
+                    continue  # the worker died and all it held with it: play the group again on another
+        finally:
+            self._groups.pop(visit, None)
+
+    async def _members(
+        self, worker: RolloutWorker, visit: int, task: TaskRef, deadline: float
+    ) -> dict[int, EpisodeSummary]:
+        """Play every member until it is present or the deadline passes. Raises: ConnectionLost."""
+        used = self._ledger.retries_used(visit)
+        present: dict[int, EpisodeSummary] = {}
+
+        async def member(number: int) -> None:
+            retry, failures = used.get(number, (0, 0))
+            while True:
+                summary = await self._episode(worker, task, visit, number, retry)
+                if summary.cause is None:
+                    present[number] = summary
+                    return
+                retry += 1
+                failures += not summary.killed
+                if failures > self._config.rollout.group.retries:  # the budget is used up: replace it, but not at once
+                    await asyncio.sleep(min(30.0, 2.0 ** (failures - self._config.rollout.group.retries)))
+
+        with contextlib.suppress(TimeoutError):  # what is present at the deadline is what the group has
+            async with asyncio.timeout_at(deadline):
+                try:
+                    async with asyncio.TaskGroup() as tasks:
+                        for number in range(self._config.rollout.group.n):
+                            tasks.create_task(member(number))
+                except BaseExceptionGroup as failed:
+                    raise root_cause(failed) from None
+        return present
+
+    async def _episode(
+        self, worker: RolloutWorker, task: TaskRef, visit: int, member: int, retry: int
+    ) -> EpisodeSummary:
+        config = self._config
+        spec = EpisodeSpec(
+            task=task,
+            visit=visit,
+            member=member,
+            retry=retry,
+            purpose="train",
+            run_seed=config.run.seed,
+            temperature=config.rollout.temperature,
+            max_new_tokens=config.rollout.max_new_tokens,
+            context=config.model.context,
+            max_turns=config.rollout.max_turns,
+            version=self._versions.current if config.weights.update_at == "episode" else None,
+            stale_version=self._versions.stale,
+            stale_probability=config.rollout.stale_probability,
+        )
+        worker.live += 1
+        try:
+            summary: EpisodeSummary = await worker.call(
+                "episode", deadline_s=config.rollout.group.deadline_s + 60, spec=spec
+            )
+        except ConnectionLost as error:
+            self._ledger.attempt(
+                visit, member, retry, status="environment_error", cause="worker_lost", detail=str(error), killed=True
+            )
+            raise
+        except asyncio.CancelledError:  # the group's deadline passed, or it was given up
+            self._ledger.attempt(visit, member, retry, status="cancelled")
+            raise
+        except RemoteError as error:  # a fault of ours, not of the environment: never hide it behind a retry
+            raise BrokenRun(f"rollout of {task.id} failed: {error}\n{error.remote_traceback}") from error
+        finally:
+            worker.live -= 1
+        self._ledger.attempt(
+            visit,
+            member,
+            retry,
+            status=summary.status,
+            cause=summary.cause,
+            detail=summary.detail,
+            reward=summary.reward,
+            success=summary.success,
+            tokens=summary.loss_tokens,
+            killed=summary.killed,
+        )
+        self._count(task.suite, summary)
+        return summary
+
+    async def _finish(
+        self, worker: RolloutWorker, visit: int, task: TaskRef, members: dict[int, EpisodeSummary]
+    ) -> None:
+        scored = tuple(Member(m, s.status, s.reward, s.success, s.loss_tokens) for m, s in sorted(members.items()))
+        tokens = sum(s.loss_tokens for s in members.values())
+        rewards = GroupRewards(task.id, visit, task.suite, scored)
+        if len(members) < self._config.min_members:
+            await self._forget(worker, visit, "deadline", tokens)
+        elif (cause := advantages([rewards], self._config.algorithm)[0].dropped) is not None:
+            self._without_signal += 1
+            await self._forget(worker, visit, cause, tokens)
+            if self._without_signal >= _NO_SIGNAL_STEPS * self._config.trainer.groups:
+                raise BrokenRun(
+                    f"the last {self._without_signal} groups carried no signal ({cause}): nothing to learn from; use "
+                    'easier or harder tasks (suites.level), a better start, or algorithm.equal_rewards = "keep"'
+                )
+        else:
+            self._without_signal = 0
+            path = self._directory / f"{visit:08d}.msgpack"
+            await worker.call("seal", deadline_s=60, purpose="train", visit=visit, path=str(path))
+            if visit not in self._state.groups:
+                return  # aborted meanwhile
+            summary = {
+                "task": task.id,
+                "suite": task.suite,
+                "members": [[m.member, m.status, m.reward, m.success, m.loss_tokens] for m in scored],
+                "stale_lag": [s.stale_lag for s in members.values() if s.stale_turns],
+                "births": [s.birth for _, s in sorted(members.items())],
+            }
+            self._ledger.ready(visit, path.name, summary)
+            self.summaries[visit] = summary
+            self.counts.kept_tokens.append(tokens)
+            self.apply(Ready(time.time(), visit))
+
+    async def _forget(self, worker: RolloutWorker, visit: int, cause: str, tokens: int) -> None:
+        if visit in self._state.groups:
+            self._drop(visit, cause)
+            self.counts.dropped_tokens.append(tokens)
+            self.counts.discarded[cause] += tokens
+        await worker.call("discard", deadline_s=10, purpose="train", visit=visit)
+
+    def _drop(self, visit: int, cause: str) -> None:
+        self._ledger.drop(visit, cause)
+        self.counts.dropped[cause] += 1
+        self.summaries.pop(visit, None)
+        task = self._groups.get(visit)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+        self.apply(Dropped(time.time(), visit, cause))
+
+    def _count(self, suite: str, summary: EpisodeSummary) -> None:
+        counts = self.counts
+        counts.status[summary.status] += 1
+        counts.generated += summary.loss_tokens
+        counts.env_s += summary.env_s
+        counts.queue_s += summary.queue_s
+        counts.decode_s += summary.decode_s
+        if summary.cause is not None:
+            counts.env_errors[f"{suite}/{summary.cause}"] += 1
+            self._failed_in_a_row[suite] += not summary.killed
+            if self._failed_in_a_row[suite] >= _BROKEN_AFTER:
+                raise BrokenRun(
+                    f"suite {suite}: the last {_BROKEN_AFTER} episodes failed ({summary.cause}: {summary.detail}); "
+                    f"try `springtide doctor env {suite}`"
+                )
+            return
+        self._failed_in_a_row[suite] = 0
+        counts.success.setdefault(suite, []).append(bool(summary.success))
+        member = Member(summary.member, summary.status, summary.reward, summary.success, summary.loss_tokens)
+        reward = effective_reward(member, self._config.algorithm.incomplete_reward)
+        if reward is not None:
+            counts.reward.setdefault(suite, []).append(reward)

@@ -1,0 +1,45 @@
+"""Rollout workers as their callers see them, and one episode played outside any group.
+
+Owns: nothing; `runtime` implements the protocols. Called by: the feeder, evaluation, the cold start.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
+from springtide.wire import ConnectionLost
+
+_EPISODE_S = 3600.0  # only a bound: every wait inside an episode has a shorter deadline of its own
+
+
+class RolloutWorker(Protocol):
+    """A rollout worker process. `live` counts the episodes it plays."""
+
+    live: int
+
+    async def call(self, method: str, *, deadline_s: float, **payload: Any) -> Any: ...
+
+
+class WorkerPool(Protocol):
+    async def acquire(self) -> RolloutWorker:
+        """The least loaded worker that is up; waits for one to come up."""
+        ...
+
+
+async def play_once(pool: WorkerPool, spec: EpisodeSpec, *, keep: Path | None = None) -> EpisodeSummary:
+    """Play one episode outside any group (evaluation, gold); `keep` is where its trajectory is written, if anywhere."""
+    worker = await pool.acquire()
+    worker.live += 1
+    try:
+        summary: EpisodeSummary = await worker.call("episode", deadline_s=_EPISODE_S, spec=spec)
+        if keep is not None and summary.cause is None:
+            await worker.call("seal", deadline_s=60, purpose=spec.purpose, visit=spec.visit, path=str(keep))
+        else:
+            await worker.call("forget", deadline_s=60, purpose=spec.purpose, visit=spec.visit, member=spec.member)
+        return summary
+    except ConnectionLost as error:
+        return EpisodeSummary.lost(spec, str(error))
+    finally:
+        worker.live -= 1

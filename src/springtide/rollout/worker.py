@@ -1,0 +1,237 @@
+"""The rollout worker process: it plays episodes, and keeps their trajectories until the driver seals their group.
+
+Owns: the trajectories of finished members, in memory, until `seal` writes the group's file or `discard` forgets them.
+Invariants: it never imports torch; tokens go from here to a file, never to the driver; an episode is answered exactly
+once, with a summary.
+Called by: the driver, over the wire (`springtide.rollout.worker:main`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from springtide.chat import Chat, load_chat
+from springtide.engine.client import EngineClient
+from springtide.engine.protocol import Engine, EngineError, Generation, Sampling
+from springtide.env.local import LocalClient
+from springtide.rollout.episode import EpisodeSpec, EpisodeSummary, play, summarise
+from springtide.trace import Group, Trajectory
+from springtide.wire import Client, Peer, serve
+
+_SAMPLE_S = 0.05  # how often the loop's lag is sampled
+
+
+class Worker:
+    """Plays episodes over one environment client and one or more engines."""
+
+    def __init__(self, chat: Chat, env: LocalClient, engines: list[EngineLink], *, lockstep: bool) -> None:
+        self._chat, self._env, self._engines = chat, env, engines
+        self._lockstep = Lockstep(engines[0]) if lockstep else None
+        self._finished: dict[tuple[str, int], dict[int, Trajectory]] = {}
+        self._playing: dict[tuple[str, int], set[asyncio.Task[Any]]] = {}
+        self._lags: list[float] = []
+
+    async def episode(self, spec: EpisodeSpec) -> EpisodeSummary:
+        started = time.monotonic()
+        link = self._engines[spec.visit % len(self._engines)]  # a group shares its prefix, so it shares the engine
+        task = asyncio.current_task()
+        assert task is not None
+        playing = self._playing.setdefault((spec.purpose, spec.visit), set())
+        playing.add(task)
+        try:
+            if self._lockstep is None:
+                trajectory = await play(spec, self._env, await link.client(), self._chat)
+            else:
+                async with self._lockstep.player() as locked:
+                    trajectory = await play(spec, self._env, locked, self._chat)
+        finally:
+            playing.discard(task)
+            if not playing:
+                self._playing.pop((spec.purpose, spec.visit), None)
+        if not trajectory.outcome.failed_environment:
+            self._finished.setdefault((spec.purpose, spec.visit), {})[spec.member] = trajectory
+        return summarise(trajectory, time.monotonic() - started)
+
+    def seal(self, purpose: str, visit: int, path: Path) -> int:
+        """Write the visit's members as one group file; returns its size in bytes."""
+        members = self._finished.pop((purpose, visit))
+        trajectories = tuple(members[m] for m in sorted(members))
+        Group(trajectories[0].task, visit, trajectories).save(path)
+        return path.stat().st_size
+
+    def forget(self, purpose: str, visit: int, member: int) -> None:
+        """Forget one finished member."""
+        self._finished.get((purpose, visit), {}).pop(member, None)
+        if not self._finished.get((purpose, visit)):
+            self._finished.pop((purpose, visit), None)
+
+    def discard(self, purpose: str, visit: int) -> None:
+        """Forget the visit: what has finished and what still plays."""
+        self._finished.pop((purpose, visit), None)
+        for task in self._playing.get((purpose, visit), ()):
+            task.cancel()
+
+    def expect(self, episodes: int) -> None:
+        if self._lockstep is not None:
+            self._lockstep.expect(episodes)
+
+    async def watch_loop(self) -> None:
+        """Sample how late this process's event loop wakes: tools and parsing must never hold it."""
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(_SAMPLE_S)
+            self._lags.append(max(0.0, time.monotonic() - before - _SAMPLE_S))
+            del self._lags[:-1200]
+
+    def stats(self) -> dict[str, float]:
+        lags = np.array(self._lags or [0.0])
+        return {"lag_p99_s": float(np.quantile(lags, 0.99)), "held": float(sum(map(len, self._finished.values())))}
+
+
+class EngineLink:
+    """The way to one engine; a restarted engine is found again at its address."""
+
+    def __init__(self, address: str, start_s: float) -> None:
+        self._address, self._start_s = address, start_s
+        self._wire: Client | None = None
+        self._opening = asyncio.Lock()
+
+    async def client(self) -> EngineClient:
+        """The engine now at the address. Raises: DeadlineExceeded if none comes up."""
+        async with self._opening:
+            if self._wire is None or self._wire.lost.is_set():
+                await self.close()
+                self._wire = await Client.open(self._address, name="engine", deadline_s=self._start_s)
+        return EngineClient(self._wire)
+
+    async def close(self) -> None:
+        if self._wire is not None:
+            await self._wire.close()
+
+
+class Lockstep:
+    """A barrier before the engine, so that what is batched together never depends on timing.
+
+    Every live episode either waits here or plays its environment; only when all of them wait are their turns generated,
+    in the order of their keys. With one engine and one worker this makes a synchronous run bit-reproducible.
+    """
+
+    def __init__(self, link: EngineLink) -> None:
+        self._link = link
+        self._expected = 0  # announced episodes that have not yet started
+        self._live = 0
+        self._waiting: dict[str, tuple[asyncio.Future[Generation], dict[str, Any]]] = {}
+        self._running: asyncio.Task[None] | None = None
+
+    def expect(self, episodes: int) -> None:
+        self._expected += episodes
+
+    @contextlib.asynccontextmanager
+    async def player(self) -> AsyncIterator[Engine]:
+        self._expected = max(0, self._expected - 1)
+        self._live += 1
+        try:
+            yield _LockedEngine(self, await self._link.client())
+        finally:
+            self._live -= 1
+            self._fire_if_complete()
+
+    async def generate(self, request: dict[str, Any]) -> Generation:
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._waiting[request["session"]] = (future, request)
+        self._fire_if_complete()
+        return await future
+
+    def _fire_if_complete(self) -> None:
+        if self._expected == 0 and self._waiting and len(self._waiting) >= self._live:
+            batch, self._waiting = self._waiting, {}
+            self._running = asyncio.create_task(self._fire([batch[key] for key in sorted(batch)]))
+
+    async def _fire(self, batch: list[tuple[asyncio.Future[Generation], dict[str, Any]]]) -> None:
+        try:
+            engine = await self._link.client()
+            results = await engine.generate_many(tuple(request for _, request in batch))
+        except Exception as error:  # every waiting episode gets the cause
+            for future, _ in batch:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for (future, _), result in zip(batch, results, strict=True):
+            if future.done():
+                continue
+            if isinstance(result, str):
+                future.set_exception(EngineError(result))
+            else:
+                future.set_result(result)
+
+
+class _LockedEngine:
+    """The engine as one episode of a lockstep run sees it."""
+
+    def __init__(self, lockstep: Lockstep, engine: EngineClient) -> None:
+        self._lockstep, self._engine = lockstep, engine
+
+    async def generate(
+        self,
+        session: str,
+        ids: np.ndarray,
+        sampling: Sampling,
+        *,
+        version: int | None = None,
+        prefix: str | None = None,
+        forced_ids: np.ndarray | None = None,
+    ) -> Generation:
+        return await self._lockstep.generate(
+            {
+                "session": session,
+                "ids": ids,
+                "sampling": sampling,
+                "version": version,
+                "prefix": prefix,
+                "forced_ids": forced_ids,
+            }
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+async def main(socket_path: str, args: dict[str, Any]) -> None:
+    """Process entry. args: model_dir, tool_format, env_addresses, engine_addresses, lockstep, start_s."""
+    async with contextlib.AsyncExitStack() as stack:
+        env = await stack.enter_async_context(LocalClient(tuple(args["env_addresses"])))
+        links = [EngineLink(address, args["start_s"]) for address in args["engine_addresses"]]
+        for link in links:
+            stack.push_async_callback(link.close)
+        chat = load_chat(Path(args["model_dir"]), args["tool_format"])
+        worker = Worker(chat, env, links, lockstep=args["lockstep"])
+
+        async def handle(peer: Peer, method: str, payload: dict[str, Any]) -> Any:
+            match method:
+                case "episode":
+                    return await worker.episode(payload["spec"])
+                case "seal":
+                    return worker.seal(payload["purpose"], payload["visit"], Path(payload["path"]))
+                case "forget":
+                    return worker.forget(payload["purpose"], payload["visit"], payload["member"])
+                case "discard":
+                    return worker.discard(payload["purpose"], payload["visit"])
+                case "expect":
+                    return worker.expect(payload["episodes"])
+                case "stats":
+                    return worker.stats()
+            raise ValueError(f"a rollout worker has no method {method!r}")
+
+        watcher = asyncio.create_task(worker.watch_loop())
+        try:
+            async with serve(socket_path, handle):
+                await asyncio.Event().wait()
+        finally:
+            watcher.cancel()

@@ -1,0 +1,205 @@
+"""The local runtime: every program of a run as a process of this machine, one torch thread each.
+
+Owns: which processes a run has, what each is started with, and who reaches whom. Invariants: bulk data goes from a
+rollout worker to a file to the trainer, and from the trainer to the store to an engine, never through the driver; a
+restarted engine holds the versions its predecessor held before anyone uses it; nothing outlives the block.
+Called by: the driver (`open_run`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from springtide.config import Config
+from springtide.engine.protocol import EngineStats
+from springtide.env.local import LocalClient, LocalRunner
+from springtide.runtime.ranks import Pool, Rank, keep_alive
+from springtide.wire import ConnectionLost
+
+_LOAD_S = 300.0  # deadline for an engine to take a version
+
+
+@dataclass(slots=True)
+class Runtime:
+    """The processes of a run, up."""
+
+    env: LocalRunner
+    catalog: LocalClient
+    trainer: Rank
+    reference: Rank | None
+    proximal: Rank | None
+    engines: list[Rank]
+    workers: list[Rank]
+    pool: Pool
+    model_dir: Path
+    weights: Path
+    versions: dict[str, int] = field(default_factory=dict)  # holder -> version every engine must hold
+
+    async def load(self, version: int, *, stale: int | None = None) -> None:
+        """Every engine pulls and verifies `version` and makes it the newest; `stale` becomes the stale pool's."""
+        self.versions["current"] = version
+        await self._each("load", version=version)
+        if stale is not None:
+            before = self.versions.get("stale")
+            await self.pin(stale, holder="stale")
+            if before is not None and before not in self.versions.values():
+                await self._each("drop", version=before)
+
+    async def pin(self, version: int, *, holder: str = "eval") -> None:
+        """Keep `version` in every engine for `holder`."""
+        self.versions[holder] = version
+        await self._each("pin", version=version)
+
+    async def unpin(self, *, holder: str = "eval") -> None:
+        """Give up what `holder` kept, unless another holder needs it."""
+        version = self.versions.pop(holder)
+        if version not in self.versions.values():
+            await self._each("drop", version=version)
+
+    async def engine_stats(self) -> list[EngineStats]:
+        stats = []
+        for engine in self.engines:
+            with contextlib.suppress(ConnectionLost):  # it is being restarted; its counts start again
+                stats.append(await engine.call("stats", deadline_s=30))
+        return stats
+
+    def restarts(self) -> dict[str, int]:
+        """How often processes were replaced, by name; only those that were."""
+        ranks = {r.name: r.restarts for r in (*self.engines, *self.workers) if r.restarts}
+        lost = self.env.counts.get("replaced", 0)
+        return {**ranks, **({"env": lost} if lost else {})}
+
+    def pids(self) -> list[int]:
+        return [os.getpid()]  # all others are its children
+
+    async def prepare_engine(self, engine: Rank) -> None:
+        """Give a (re)started engine every version that is in use, the newest last."""
+        current = self.versions.get("current")
+        kept = sorted({v for holder, v in self.versions.items() if holder != "current"})
+        for version in (*(v for v in kept if v != current), *((current,) if current is not None else ())):
+            await engine.call("load", version=version, deadline_s=_LOAD_S)
+        for version in kept:
+            await engine.call("pin", version=version, deadline_s=_LOAD_S)
+
+    async def _each(self, method: str, **payload: Any) -> None:
+        """Call every engine; one that dies meanwhile gets all versions again before it is up, so it is waited for."""
+
+        async def one(engine: Rank) -> None:
+            try:
+                await engine.call(method, deadline_s=_LOAD_S, **payload)
+            except ConnectionLost:
+                await engine.wait_up()
+
+        async with asyncio.TaskGroup() as tasks:
+            for engine in self.engines:
+                tasks.create_task(one(engine))
+
+
+@contextlib.asynccontextmanager
+async def open_runtime(
+    config: Config, run: Path, model_dir: Path, *, checkpoint: Path | None
+) -> AsyncIterator[Runtime]:
+    """Start every process of the run, together. The trainer holds `checkpoint`, or the model where there is none."""
+    start_s = config.runtime.start_s
+    weights = Path(config.weights.dir) if config.weights.dir else weights_directory(run)
+    tree = config.model_dump(mode="json")
+    sockets = tempfile.TemporaryDirectory(prefix="springtide-")
+    env = LocalRunner(tuple(s.use for s in config.suites), config.runtime.env_workers, run / "logs", start_s=start_s)
+    shutil.rmtree(weights, ignore_errors=True)  # what a killed driver of this run left; this lock holder owns it
+    weights.mkdir(parents=True)
+
+    def rank(name: str, entry: str, args: dict[str, Any], *, restart: bool, **more: Any) -> Rank:
+        return Rank(
+            name,
+            entry,
+            args,
+            log_dir=run / "logs",
+            socket_path=f"{sockets.name}/{name}",
+            start_s=start_s,
+            restart=restart,
+            **more,
+        )
+
+    async def prepare(engine: Rank) -> None:
+        await runtime.prepare_engine(engine)
+
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(sockets)
+        stack.callback(shutil.rmtree, weights, ignore_errors=True)
+        await stack.enter_async_context(env)
+        engines = [
+            rank(
+                f"engine-{i}",
+                "springtide.engine.server:main",
+                {"model": str(model_dir), "store": str(weights), "config": tree},
+                restart=True,
+                prepare=prepare,
+            )
+            for i in range(config.engine.ranks)
+        ]
+        workers = [
+            rank(
+                f"rollout-{i}",
+                "springtide.rollout.worker:main",
+                {
+                    "model_dir": str(model_dir),
+                    "tool_format": config.model.tool_format,
+                    "env_addresses": list(env.addresses),
+                    "engine_addresses": [e.socket_path for e in engines],
+                    "lockstep": config.schedule.policy == "synchronous",
+                    "start_s": start_s,
+                },
+                restart=True,
+            )
+            for i in range(config.runtime.rollout_workers)
+        ]
+        init = {"config": tree, "model": str(model_dir), "store": str(weights)}
+        trainer = rank(
+            "trainer",
+            "springtide.trainer.rank:main",
+            {**init, "checkpoint": str(checkpoint) if checkpoint else None},
+            restart=False,
+        )
+        # Both start without weights: the driver says which the run's start are (after a cold start), and the proximal
+        # policy pulls each step's.
+        idle = {
+            name: rank(name, "springtide.trainer.rank:main", {}, restart=False)
+            for name, needed in (
+                ("reference", config.algorithm.kl_coef > 0),
+                ("proximal", config.algorithm.old_logprobs == "recompute"),
+            )
+            if needed
+        }
+        catalog = await stack.enter_async_context(LocalClient(env.addresses))
+        runtime = Runtime(
+            env,
+            catalog,
+            trainer,
+            idle.get("reference"),
+            idle.get("proximal"),
+            engines,
+            workers,
+            Pool(workers, start_s),
+            model_dir,
+            weights,
+        )
+        await stack.enter_async_context(keep_alive([trainer, *engines, *workers, *idle.values()]))
+        yield runtime
+
+
+def weights_directory(run: Path) -> Path:
+    """Where published weights live unless configured: shared memory if there is any, else the run directory."""
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        return run / "weights"
+    tag = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]  # two runs of one name must not meet
+    return shared / f"springtide-{os.getuid()}" / f"{run.name}-{tag}"

@@ -1,0 +1,491 @@
+"""The driver: the one process that decides, keeps the ledger, and supervises all others. It never sees a token.
+
+Owns: the run's state between steps (versions, running statistics, what is ready) and every step of the loop as one
+method. Invariants: a step is recorded as trained only after the trainer took it; weights are in use only after every
+engine verified their fingerprint; every wait has a deadline and says which predicate holds it.
+Called by: `trainer.loop`, inside `open_run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from springtide.algorithms.advantages import GroupRewards, Member, RunningMoments, advantages, consumed
+from springtide.chat import check_vocab, load_chat
+from springtide.config import Config, ConfigError
+from springtide.env.registry import load_suite
+from springtide.models.presets import resolve_model, vocab_size
+from springtide.observe.metrics import Metrics, Summary, summarise
+from springtide.observe.progress import make_display
+from springtide.observe.sinks import open_sinks
+from springtide.process import root_cause
+from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
+from springtide.rollout.evaluate import EvalResult, eval_tasks, evaluate
+from springtide.rollout.feeder import BrokenRun, Feeder, Versions
+from springtide.rollout.pool import play_once
+from springtide.runtime.local import Runtime, open_runtime
+from springtide.schedule.policies import Bounds, Wait, choose_batch, make_policy
+from springtide.schedule.readiness import Evaluation, Readiness, StepEnded, StepStarted, event_to_json
+from springtide.schedule.sampling import UniformSampler
+from springtide.trace import TaskRef, make_version
+from springtide.trainer.checkpoint import CheckpointError, verify
+from springtide.trainer.ledger import Ledger
+from springtide.trainer.rundir import RunDirectory, prepare
+
+_STEP_S = 3600.0  # deadline of one optimiser step, a publication, a checkpoint
+_EVAL_EPISODES = 256  # evaluation episodes at once
+_KEPT = 4  # evaluation episodes a suite that are kept for people to read
+
+
+class StuckRun(BrokenRun):
+    """Nothing happened for as long as anything may take. The text names the predicate that blocks."""
+
+
+@dataclass(slots=True)
+class Clock:
+    """Where the driver's time went since the run's loop began, in seconds by cause."""
+
+    started: float = field(default_factory=time.monotonic)
+    spent: Counter[str] = field(default_factory=Counter)
+
+    @contextlib.contextmanager
+    def measure(self, cause: str):
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent[cause] += time.monotonic() - begun
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+
+class Driver:
+    """One incarnation of a run. Built by `open_run`."""
+
+    def __init__(
+        self,
+        config: Config,
+        directory: RunDirectory,
+        runtime: Runtime,
+        ledger: Ledger,
+        metrics: Metrics,
+        catalogs: dict[str, tuple[TaskRef, ...]],
+        eval_catalogs: dict[str, tuple[TaskRef, ...]],
+        weights: dict[str, float],
+        checkpoint: Path | None,
+        events: Any,
+    ) -> None:
+        self.config, self.directory, self._runtime, self._ledger = config, directory, runtime, ledger
+        self.metrics, self._events = metrics, events
+        extra = json.loads((checkpoint / "extra.json").read_text()) if checkpoint else {}
+        self.fresh = checkpoint is None
+        self.step: int = extra.get("step", 0)
+        self._running = RunningMoments.from_json(extra.get("running", {}))
+        self.trained_s: float = extra.get("trained_s", 0.0)
+        self.incarnation = ledger.begin(self.step, config.staleness.bound)
+        self._versions = Versions(make_version(self.incarnation, self.step))
+        self._stale_step = -1
+        trainable = {s: tuple(t for t in tasks if "dev" not in t.tags) for s, tasks in catalogs.items()}
+        self._catalogs, self._eval_catalogs = trainable, eval_catalogs
+        self._bounds = Bounds(
+            config.trainer.groups, config.rollout.concurrency, config.staleness.bound, config.staleness.overage
+        )
+        self._state = Readiness(weights, step=self.step, consumed=ledger.consumed())
+        self._policy = make_policy(config.schedule.policy, self._bounds)
+        self._feeder = Feeder(
+            config,
+            ledger=ledger,
+            state=self._state,
+            policy=self._policy,
+            samplers={s: UniformSampler(s, tasks, config.run.seed) for s, tasks in trainable.items()},
+            pool=runtime.pool,
+            versions=self._versions,
+            directory=directory.trajectories,
+            record=self._record,
+        )
+        self._synchronous = config.schedule.policy == "synchronous"
+        self._clock = Clock()
+        self._evaluations = 0
+        self._pending_eval: asyncio.Task[None] | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._saved_step = self.step if checkpoint else -1
+
+    # --- the sentence -----------------------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        run = self.config.run
+        late = run.minutes is not None and self.trained_s + self._clock.elapsed >= run.minutes * 60
+        return self.step >= run.steps or late
+
+    async def cold_start(self) -> None:
+        """Supervised steps on the environments' own solutions of a fixed set of training tasks."""
+        cold = self.config.trainer.cold_start
+        if cold.steps == 0:
+            return
+        tasks = [task for suite in self._catalogs.values() for task in suite[: cold.tasks]]
+        paths: list[str] = []
+
+        async def gold(visit: int, task: TaskRef) -> None:
+            path = self.directory.trajectories / f"gold-{visit:06d}.msgpack"
+            summary = await play_once(self._runtime.pool, self._spec(task, visit, 0, 0, "gold", 1.0, None), keep=path)
+            if summary.cause is not None or not summary.success:
+                raise BrokenRun(f"the gold solution of {task.id} does not succeed ({summary.status}: {summary.detail})")
+            paths.append(str(path))
+
+        await _bounded(64, [gold(visit, task) for visit, task in enumerate(tasks)])
+        await self._runtime.trainer.call(
+            "cold_start", deadline_s=_STEP_S, paths=tuple(sorted(paths)), steps=cold.steps, batch=cold.batch, lr=cold.lr
+        )
+
+    @contextlib.asynccontextmanager
+    async def feeding(self) -> AsyncIterator[None]:
+        """Draw and play beside the block; at its end every pending group ends as `run_ended`."""
+        self._clock = Clock()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                self._feeder.hold(False)
+                feeder = tasks.create_task(self._feeder.run(), name="feeder")
+                watcher = tasks.create_task(self.metrics.watch_loop(), name="loop lag")
+                yield
+                await self._join_evaluation()
+                self._feeder.hold(True)
+                self._feeder.end("run_ended")
+                feeder.cancel()
+                watcher.cancel()
+        except BaseExceptionGroup as group:
+            raise root_cause(group) from None
+        finally:
+            self.trained_s += self._clock.elapsed
+
+    async def next_batch(self) -> tuple[int, ...]:
+        """Wait until the policy's batch is ready; the visits of it. Raises: StuckRun."""
+        patience = self.config.rollout.group.deadline_s + 60
+        while isinstance(choice := choose_batch(self._state, self._bounds), Wait):
+            blocked = self._policy.blocked(self._state)
+            self.metrics.waiting(choice.reason, blocked)
+            with self._clock.measure(f"wait_{choice.cause}"):
+                if not await self._feeder.changed(patience):
+                    raise StuckRun(f"nothing happened for {patience:g} s: {choice.reason}; admission: {blocked}")
+        self._feeder.apply(StepStarted(time.time(), choice.visits))
+        return choice.visits
+
+    async def learn(self, visits: tuple[int, ...]) -> None:
+        """One optimiser step on exactly `visits`."""
+        summaries = [self._feeder.summaries.pop(visit) for visit in visits]
+        groups = [
+            GroupRewards(s["task"], visit, s["suite"], tuple(Member(*m) for m in s["members"]))
+            for visit, s in zip(visits, summaries, strict=True)
+        ]
+        results = advantages(groups, self.config.algorithm, self._running)
+        items = tuple(
+            {
+                "path": str(self.directory.trajectories / f"{result.visit:08d}.msgpack"),
+                "member": member,
+                "advantage": value,
+                "suite": result.suite,
+            }
+            for result in results
+            for member, value in sorted(result.values.items())
+        )
+        with self._clock.measure("train"):
+            files = await self._frozen_logprobs(items)
+            learned = await self._runtime.trainer.call(
+                "train", deadline_s=_STEP_S, items=items, version=self._versions.current, **files
+            )
+        self._running = self._running.after(consumed(results))
+        self.step += 1
+        self._ledger.trained(list(visits), self.incarnation, self.step)
+        await self._log_step(summaries, learned)
+
+    async def publish(self) -> None:
+        """Publish the trainer's weights under this step's version, and wait until every engine verified them."""
+        version = make_version(self.incarnation, self.step)
+        with self._clock.measure("publish"):
+            await self._runtime.trainer.call("publish", deadline_s=_STEP_S, version=version)
+            refresh = self.config.rollout.stale_probability > 0 and (
+                self._stale_step < 0 or self.step - self._stale_step >= self.config.rollout.stale_refresh
+            )
+            await self._runtime.load(version, stale=version if refresh else None)
+        self._versions.current = version
+        if refresh:
+            self._versions.stale, self._stale_step = version, self.step
+        self._feeder.hold(self._synchronous)  # a synchronous run evaluates before it draws; see evaluate_if_due
+        if self._state.step_running:
+            self._feeder.apply(StepEnded(time.time(), self.step))
+
+    async def checkpoint(self) -> None:
+        """Write the trainer's whole state; keep the newest few."""
+        if self._saved_step == self.step:
+            return
+        path = self.directory.checkpoint(self.step)
+        extra = {
+            "step": self.step,
+            "incarnation": self.incarnation,
+            "running": self._running.to_json(),
+            "trained_s": self.trained_s + (self._clock.elapsed if self._state.step or self.step else 0.0),
+        }
+        with self._clock.measure("checkpoint"):
+            await self._runtime.trainer.call("save", deadline_s=_STEP_S, path=str(path), extra=extra)
+        self._saved_step = self.step
+        await self._runtime.trainer.call(
+            "forget",
+            deadline_s=60,
+            paths=tuple(map(str, self.directory.saved()[self.config.trainer.checkpoint_keep :])),
+        )
+
+    async def checkpoint_if_due(self) -> None:
+        if self.step % self.config.trainer.checkpoint_every == 0:
+            await self.checkpoint()
+
+    async def evaluate(self, label: str) -> None:
+        """Evaluate the current weights and wait for the result ("start", "end", or a step's)."""
+        if self.config.eval.at_ends or label not in ("start", "end"):
+            with self._clock.measure("evaluate"):
+                await self._evaluate(label, self._versions.current, self.step)
+
+    async def evaluate_if_due(self) -> None:
+        """Start an evaluation of this step's weights beside training, pinned to them; at most one at a time."""
+        every = self.config.eval.every
+        version, step = self._versions.current, self.step
+        if every == 0 or step % every or self.finished:
+            pass
+        elif self._synchronous:
+            with self._clock.measure("evaluate"):
+                await self._evaluate(f"step {step}", version, step)
+        else:
+            await self._join_evaluation()
+            await self._runtime.pin(version)
+            assert self._tasks is not None
+            self._pending_eval = self._tasks.create_task(self._evaluate(f"step {step}", version, step, pinned=True))
+        self._feeder.hold(False)
+
+    async def summarise(self) -> Summary:
+        """Write and return the run's summary."""
+        summary = summarise(
+            self.directory.metrics,
+            self._ledger.audit(),
+            seed=self.config.run.seed,
+            commit=commit(),
+            peak_pss_mib=self.metrics.peak_pss_mib,
+        )
+        self.directory.write_json(self.directory.summary, summary.to_json())
+        return summary
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    async def _evaluate(self, label: str, version: int, step: int, *, pinned: bool = False) -> None:
+        options = self.config.eval
+        tasks = {
+            suite: eval_tasks(catalog, options.tasks, dev=options.dev) for suite, catalog in self._eval_catalogs.items()
+        }
+        self._feeder_event(Evaluation(time.time(), True))
+        try:
+            sampled = await self._evaluate_at(tasks, version, self.config.rollout.temperature, options.samples, label)
+            greedy = await self._evaluate_at(tasks, version, 0.0, 1, f"{label} greedy") if options.greedy else None
+        finally:
+            self._feeder_event(Evaluation(time.time(), False))
+            if pinned:
+                await self._runtime.unpin()
+        self.metrics.evaluation(label, step, sampled, greedy)
+
+    async def _evaluate_at(
+        self, tasks: dict[str, list[TaskRef]], version: int, temperature: float, samples: int, label: str
+    ) -> EvalResult:
+        base = self._evaluations * 1_000_000
+        self._evaluations += 1
+        total = sum(map(len, tasks.values())) * samples
+        if self._synchronous:
+            await (await self._runtime.pool.acquire()).call("expect", deadline_s=10, episodes=total)
+        shown: Counter[str] = Counter()
+
+        def spec(task: TaskRef, visit: int, member: int, retry: int) -> EpisodeSpec:
+            return self._spec(task, base + visit, member, retry, "eval", temperature, version)
+
+        async def play(spec: EpisodeSpec) -> EpisodeSummary:
+            shown[spec.task.suite] += spec.member == 0
+            name = f"eval-{label.replace(' ', '-')}-{spec.task.suite}-{spec.task.index:05d}.msgpack"
+            keep = spec.member == 0 and spec.retry == 0 and shown[spec.task.suite] <= _KEPT
+            return await play_once(self._runtime.pool, spec, keep=self.directory.trajectories / name if keep else None)
+
+        return await evaluate(
+            tasks, play, spec, samples=samples, concurrency=total if self._synchronous else min(total, _EVAL_EPISODES)
+        )
+
+    def _spec(
+        self, task: TaskRef, visit: int, member: int, retry: int, purpose: Any, temperature: float, version: int | None
+    ) -> EpisodeSpec:
+        rollout = self.config.rollout
+        return EpisodeSpec(
+            task=task,
+            visit=visit,
+            member=member,
+            retry=retry,
+            purpose=purpose,
+            run_seed=self.config.run.seed,
+            temperature=temperature,
+            max_new_tokens=rollout.max_new_tokens,
+            context=self.config.model.context,
+            max_turns=rollout.max_turns,
+            version=version,
+        )
+
+    async def _frozen_logprobs(self, items: tuple[dict[str, Any], ...]) -> dict[str, str]:
+        """The files of log-probs that the step's loss needs, each written by a rank of its own."""
+        files: dict[str, str] = {}
+        calls = []
+        for key, rank, version in (
+            ("ref_logprobs", self._runtime.reference, None),
+            ("old_logprobs", self._runtime.proximal, self._versions.current),
+        ):
+            if rank is not None:
+                files[key] = str(self.directory.path / f"{key}.msgpack")
+                calls.append(rank.call("logprobs", deadline_s=_STEP_S, items=items, out=files[key], version=version))
+        await asyncio.gather(*calls)
+        return files
+
+    async def open_frozen(self) -> None:
+        """Give the reference the weights of the run's start, and the proximal policy a model to pull into."""
+        start = self.directory.path / "start"
+        configured = self.config.reference.path
+        if self._runtime.reference is not None and not start.exists() and configured is None:
+            await self._runtime.trainer.call("export", deadline_s=_STEP_S, path=str(start))
+        for rank, model in (
+            (self._runtime.reference, configured or str(start)),
+            (self._runtime.proximal, str(self._runtime.model_dir)),
+        ):
+            if rank is not None:
+                await rank.call(
+                    "init",
+                    deadline_s=self.config.runtime.start_s,
+                    config=self.config.model_dump(mode="json"),
+                    model=model,
+                    store=str(self._runtime.weights),
+                    role="reference",
+                )
+
+    async def _join_evaluation(self) -> None:
+        if self._pending_eval is not None:
+            with self._clock.measure("evaluate"):
+                await self._pending_eval
+            self._pending_eval = None
+
+    async def _log_step(self, summaries: list[dict[str, Any]], learned: dict[str, Any]) -> None:
+        self.metrics.step(
+            step=self.step,
+            summaries=summaries,
+            learned=learned,
+            counts=self._feeder.take_counts(),
+            spent=self._clock.spent,
+            elapsed=self.trained_s + self._clock.elapsed,
+            engines=await self._runtime.engine_stats(),
+            state=self._state,
+            restarts=self._runtime.restarts(),
+        )
+
+    def _feeder_event(self, event: Any) -> None:
+        if self._state.evaluating != event.running:
+            self._feeder.apply(event)
+
+    def _record(self, event: Any) -> None:
+        self._events.write(json.dumps(event_to_json(event)) + "\n")
+        self._events.flush()
+
+
+async def _bounded(limit: int, work: list[Any]) -> None:
+    """Run coroutines, at most `limit` at once; the first failure ends all."""
+    gate = asyncio.Semaphore(limit)
+
+    async def one(item: Any) -> None:
+        async with gate:
+            await item
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for item in work:
+                tasks.create_task(one(item))
+    except BaseExceptionGroup as group:
+        raise root_cause(group) from None
+
+
+@contextlib.asynccontextmanager
+async def open_run(config: Config, *, resume: bool = False) -> AsyncIterator[Driver]:
+    """Check everything that can be checked cheaply, start the run's processes, and hand out its driver.
+
+    Raises: ConfigError (before anything heavy), ProcessFailed, LedgerError.
+    """
+    model_dir = check_run(config)
+    directory, lock = prepare(config, resume=resume)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(lock.close)
+        events = stack.enter_context(open(directory.events, "a", encoding="utf-8"))
+        sinks = open_sinks(config, directory.path)
+        display = stack.enter_context(make_display(config))
+        ledger = Ledger(directory.ledger)
+        stack.callback(ledger.close)
+        checkpoint = newest_checkpoint(directory, display.note) if resume else None
+        runtime = await stack.enter_async_context(
+            open_runtime(config, directory.path, model_dir, checkpoint=checkpoint)
+        )
+        metrics = Metrics(sinks, display, runtime.pids)
+        stack.callback(metrics.close)
+        catalogs, evals, weights = {}, {}, {}
+        split = "train" if config.eval.dev else config.eval.split
+        for entry in config.suites:
+            tasks = await runtime.catalog.catalog(entry.use, entry.split, entry.level)
+            if not tasks:
+                raise ConfigError(f"suites: {entry.use} has no tasks in split {entry.split}, level {entry.level}")
+            name = tasks[0].suite
+            catalogs[name], weights[name] = tasks, entry.weight
+            evals[name] = await runtime.catalog.catalog(entry.use, split, entry.level)
+        driver = Driver(config, directory, runtime, ledger, metrics, catalogs, evals, weights, checkpoint, events)
+        if not driver.fresh:
+            metrics.resumed(driver.step, driver.trained_s, driver.incarnation)
+        yield driver
+
+
+def check_run(config: Config) -> Path:
+    """All that can be checked without starting anything; the model's directory. Raises: ConfigError and its kin."""
+    model_dir = resolve_model(config.model.path)
+    check_vocab(load_chat(model_dir, config.model.tool_format), vocab_size(model_dir))
+    for entry in config.suites:
+        load_suite(entry.use).select(entry.split, entry.level)
+    return model_dir
+
+
+def newest_checkpoint(directory: RunDirectory, note: Any) -> Path | None:
+    """The newest checkpoint whose files are whole; a damaged one is named and passed over."""
+    for path in directory.saved():
+        try:
+            verify(path)
+            return path
+        except CheckpointError as error:
+            note(f"{error}; trying the one before")
+    return None
+
+
+def commit() -> str:
+    """The source's commit, "-dirty" appended where it differs; empty outside a checkout."""
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=Path(__file__).parent,
+            text=True,
+            capture_output=True,
+            timeout=10,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

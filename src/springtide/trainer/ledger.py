@@ -1,0 +1,259 @@
+"""The ledger: what was drawn, what became of it, and which step learned from it, in one SQLite file.
+
+Owns: `ledger.sqlite`. One row a visit (a group), one row an attempt at a member. Invariants: a visit ends exactly once
+along the surviving lineage, `trained` at one (incarnation, step) or `dropped` with a cause; a group's file is durable
+before its visit is `ready`; an attempt that ended because a process died does not use up a retry.
+Called by: the driver only. Every method is one transaction.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from springtide.trace import TaskRef
+
+SCHEMA_VERSION = 1
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE visits (
+    visit INTEGER PRIMARY KEY, task TEXT NOT NULL, suite TEXT NOT NULL, draw INTEGER NOT NULL, n INTEGER NOT NULL,
+    birth INTEGER NOT NULL,                     -- the newest weight version when it was drawn
+    state TEXT NOT NULL CHECK (state IN ('open', 'ready', 'trained', 'dropped')),
+    cause TEXT, path TEXT, summary TEXT,        -- summary: what the driver needs of the group, as JSON
+    incarnation INTEGER, step INTEGER,          -- where it was trained
+    drawn_at REAL NOT NULL, ended_at REAL);
+CREATE INDEX visits_state ON visits (state);
+CREATE TABLE attempts (
+    visit INTEGER NOT NULL, member INTEGER NOT NULL, retry INTEGER NOT NULL,
+    status TEXT NOT NULL, cause TEXT, detail TEXT, reward REAL, success INTEGER, tokens INTEGER NOT NULL DEFAULT 0,
+    killed INTEGER NOT NULL DEFAULT 0,          -- lost to a killed process: uses up no retry
+    PRIMARY KEY (visit, member, retry));
+CREATE TABLE rollbacks (incarnation INTEGER PRIMARY KEY, to_step INTEGER NOT NULL, visits INTEGER NOT NULL, at REAL);
+"""
+
+
+class LedgerError(Exception):
+    """The ledger cannot be used (another schema, a damaged file), or was asked for something that contradicts it."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisitRow:
+    """One visit as the ledger holds it."""
+
+    visit: int
+    task: TaskRef
+    draw: int
+    n: int
+    birth: int
+    state: str
+    cause: str | None
+    path: str | None
+    summary: dict[str, Any] | None
+    step: int | None
+
+
+class Ledger:
+    """Opens or creates `path`. Not shared between threads."""
+
+    def __init__(self, path: Path) -> None:
+        new = not path.exists()
+        self._db = sqlite3.connect(path, isolation_level=None)
+        try:
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            if new:
+                self._db.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
+                self._set("schema", SCHEMA_VERSION)
+                self._set("incarnation", 0)
+            found = int(self._get("schema"))
+        except sqlite3.DatabaseError as error:
+            raise LedgerError(f"{path} is not a ledger or is damaged: {error}") from None
+        if found != SCHEMA_VERSION:
+            raise LedgerError(f"{path} has schema {found}, this version writes {SCHEMA_VERSION}; start a new run")
+
+    def close(self) -> None:
+        self._db.close()
+
+    # --- a visit's life ---------------------------------------------------------------------------------------------
+
+    def draw(self, visit: int, task: TaskRef, draw: int, n: int, birth: int) -> None:
+        """Record that `task` was drawn as the suite's `draw`-th, before anything of it starts."""
+        self._db.execute(
+            "INSERT INTO visits (visit, task, suite, draw, n, birth, state, drawn_at) VALUES (?,?,?,?,?,?,'open',?)",
+            (visit, json.dumps(asdict(task)), task.suite, draw, n, birth, time.time()),
+        )
+
+    def attempt(
+        self,
+        visit: int,
+        member: int,
+        retry: int,
+        *,
+        status: str,
+        cause: str | None = None,
+        detail: str = "",
+        reward: float | None = None,
+        success: bool | None = None,
+        tokens: int = 0,
+        killed: bool = False,
+    ) -> None:
+        """Record how one attempt at a member ended."""
+        self._db.execute(
+            "INSERT INTO attempts VALUES (?,?,?,?,?,?,?,?,?,?)",
+            (visit, member, retry, status, cause, detail[:2000], reward, success, tokens, killed),
+        )
+
+    def ready(self, visit: int, path: str, summary: dict[str, Any]) -> None:
+        """The group's file `path` is durable and may be trained."""
+        self._move(visit, "open", "ready", path=path, summary=json.dumps(summary))
+
+    def trained(self, visits: list[int], incarnation: int, step: int) -> None:
+        """All of `visits` were learned from by one optimiser step."""
+        with self._transaction():
+            for visit in visits:
+                self._move(visit, "ready", "trained", incarnation=incarnation, step=step, ended_at=time.time())
+
+    def drop(self, visit: int, cause: str) -> None:
+        """The visit ends without being trained; `cause` is counted."""
+        row = self._db.execute("SELECT state FROM visits WHERE visit = ?", (visit,)).fetchone()
+        if row is None or row[0] not in ("open", "ready"):
+            raise LedgerError(f"visit {visit} cannot be dropped: it is {row[0] if row else 'unknown'}")
+        self._move(visit, row[0], "dropped", cause=cause, ended_at=time.time())
+
+    # --- resume -----------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, bound: int) -> int:
+        """Start an incarnation at checkpoint step `step`; returns its number (0 for a fresh ledger's first).
+
+        What was trained after the checkpoint is ready again, unless it would be older than the staleness bound: then it
+        is dropped as `rolled_back`.
+        """
+        started = self._get("started", "0") == "1"
+        incarnation = int(self._get("incarnation")) + (1 if started else 0)
+        with self._transaction():
+            self._set("incarnation", incarnation)
+            self._set("started", 1)
+            if started:
+                rows = self._db.execute(
+                    "SELECT visit, birth FROM visits WHERE state = 'trained' AND step > ?", (step,)
+                ).fetchall()
+                for visit, birth in rows:
+                    fresh = step - (birth & 0xFFFFFFFF) <= bound
+                    self._move(
+                        visit,
+                        "trained",
+                        "ready" if fresh else "dropped",
+                        incarnation=None,
+                        step=None,
+                        ended_at=None if fresh else time.time(),
+                        cause=None if fresh else "rolled_back",
+                    )
+                self._db.execute("INSERT INTO rollbacks VALUES (?,?,?,?)", (incarnation, step, len(rows), time.time()))
+        return incarnation
+
+    def retries_used(self, visit: int) -> dict[int, tuple[int, int]]:
+        """member -> (the next retry number, failed attempts that count against its budget)."""
+        rows = self._db.execute(
+            "SELECT member, max(retry) + 1, sum(NOT killed AND status = 'environment_error') FROM attempts"
+            " WHERE visit = ? GROUP BY member",
+            (visit,),
+        ).fetchall()
+        return {member: (next_retry, failures) for member, next_retry, failures in rows}
+
+    def visits(self, *states: str) -> list[VisitRow]:
+        """Visits in any of `states`, oldest first."""
+        marks = ",".join("?" * len(states))
+        rows = self._db.execute(
+            "SELECT visit, task, draw, n, birth, state, cause, path, summary, step FROM visits"
+            f" WHERE state IN ({marks}) ORDER BY visit",
+            states,
+        ).fetchall()
+        return [
+            VisitRow(
+                v,
+                TaskRef(**{**(t := json.loads(task)), "tags": tuple(t["tags"])}),
+                *rest,
+                path,
+                json.loads(summary) if summary else None,
+                step,
+            )
+            for v, task, *rest, path, summary, step in rows
+        ]
+
+    # --- counts -----------------------------------------------------------------------------------------------------
+
+    def next_visit(self) -> int:
+        return int(self._db.execute("SELECT coalesce(max(visit) + 1, 0) FROM visits").fetchone()[0])
+
+    def draws(self) -> Counter[str]:
+        """Suite -> how many of its tasks were drawn."""
+        return Counter(dict(self._db.execute("SELECT suite, count(*) FROM visits GROUP BY suite")))
+
+    def consumed(self) -> Counter[str]:
+        """Suite -> how many of its groups were trained."""
+        return Counter(
+            dict(self._db.execute("SELECT suite, count(*) FROM visits WHERE state='trained' GROUP BY suite"))
+        )
+
+    def audit(self) -> dict[str, Any]:
+        """What became of every drawn member: `drawn = trained + ready + open + sum(dropped by cause)`."""
+        totals: Counter[str] = Counter()
+        causes: Counter[str] = Counter()
+        for state, cause, members in self._db.execute("SELECT state, cause, sum(n) FROM visits GROUP BY state, cause"):
+            totals[state] += members
+            if state == "dropped":
+                causes[cause] += members
+        killed, failed = self._db.execute(
+            "SELECT coalesce(sum(killed), 0), coalesce(sum(NOT killed AND status = 'environment_error'), 0)"
+            " FROM attempts"
+        ).fetchone()
+        return {
+            "drawn": sum(totals.values()),
+            "trained": totals["trained"],
+            "ready": totals["ready"],
+            "open": totals["open"],
+            "dropped": dict(causes),
+            "attempts_killed": killed,
+            "attempts_failed": failed,
+        }
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _move(self, visit: int, before: str, after: str, **values: Any) -> None:
+        sets = "".join(f", {key} = ?" for key in values)
+        changed = self._db.execute(
+            f"UPDATE visits SET state = ?{sets} WHERE visit = ? AND state = ?", (after, *values.values(), visit, before)
+        ).rowcount
+        if changed != 1:
+            raise LedgerError(f"visit {visit} is not {before}, so it cannot become {after}")
+
+    def _transaction(self) -> _Transaction:
+        return _Transaction(self._db)
+
+    def _get(self, key: str, default: str | None = None) -> str:
+        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        if row is None:
+            if default is None:
+                raise LedgerError(f"the ledger has no {key}; it is damaged")
+            return default
+        return str(row[0])
+
+    def _set(self, key: str, value: Any) -> None:
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, str(value)))
+
+
+class _Transaction:
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    def __enter__(self) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self._db.execute("COMMIT" if kind is None else "ROLLBACK")
