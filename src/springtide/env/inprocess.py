@@ -59,9 +59,14 @@ class InProcessClient:
         try:
             async with asyncio.timeout(deadline_s):
                 shared = await self.shared(suite.environment)
-                return await EpisodeRunner.open(suite.environment(suite.task(task), shared), session_id=session_id)
+                environment = suite.environment(suite.task(task), shared)
+                return await EpisodeRunner.open(environment, session_id=session_id)
         except TimeoutError:
             raise EnvironmentUnavailable("setup", f"{session_id} did not start within {deadline_s:g} s") from None
+        except EnvironmentUnavailable:
+            raise
+        except Exception as error:  # author's code (tasks, __init__), or a suite that changed
+            raise EnvironmentUnavailable("setup", f"{type(error).__name__}: {error}") from error
 
     async def shared(self, environment: type[Environment]) -> Any:
         """The environment's shared value, opened on first use. Raises: EnvironmentUnavailable(setup)."""

@@ -17,15 +17,17 @@ import numbers
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from springtide.env.environment import Environment
 from springtide.env.guard import HungCall, guarded
 from springtide.env.session import EnvironmentUnavailable, FinishReason, Observation
 from springtide.env.tools import BadArguments, ToolError
 from springtide.trace import Cause, Check, Limits, Message, Outcome, Status, ToolCall
+from springtide.wire import pack
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _REJECTED_IN_A_ROW = 3  # DESIGN: the third rejected turn in a row ends the episode as invalid_action
 _FINISH: dict[FinishReason, Status] = {
@@ -80,11 +82,10 @@ class EpisodeRunner:
 
     async def act(self, message: Message, request_id: int) -> Observation:
         """See `Session.act`. Never raises for what the environment does: such an episode ends, `finish` says why."""
-        task = self._acts.get(request_id)
-        if task is None:
-            # The turn goes on when its caller leaves: a repeated request must find it, not play it again.
-            task = self._acts[request_id] = asyncio.create_task(self._play(message))
-        return await asyncio.shield(task)
+        if request_id not in self._acts:
+            self._refuse_if_closed()
+            self._acts[request_id] = asyncio.create_task(self._play(message))
+        return await self._await(self._acts[request_id])
 
     async def renew(self) -> None:
         """A runner has no lease; the worker that holds it does."""
@@ -92,8 +93,9 @@ class EpisodeRunner:
     async def finish(self, reason: FinishReason) -> Outcome:
         """See `Session.finish`. `reason` counts only if the episode had not ended by itself."""
         if self._finish is None:
+            self._refuse_if_closed()
             self._finish = asyncio.create_task(self._judge(reason))
-        return await asyncio.shield(self._finish)
+        return await self._await(self._finish)
 
     async def gold(self) -> tuple[ToolCall, ...] | None:
         """See `Session.gold`. Raises: PermissionError outside `train`."""
@@ -123,6 +125,19 @@ class EpisodeRunner:
             await self._call("close", self.environment.close, self.limits.settle_s)
         except Exception as error:  # whatever an author's close does, the session is gone
             log.warning("%s: close failed: %s", self.id, _describe(error))
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise EnvironmentUnavailable("infrastructure", f"{self.id} is closed")
+
+    async def _await(self, task: asyncio.Task[T]) -> T:
+        """Wait for `task`, which goes on when its caller leaves: a repeated request must find it, not redo it."""
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled() and self._closed:  # it was not the caller that was cancelled
+                raise EnvironmentUnavailable("infrastructure", f"{self.id} was closed meanwhile") from None
+            raise
 
     # --- the episode -------------------------------------------------------------------------------------------------
 
@@ -255,6 +270,7 @@ class EpisodeRunner:
                 return score
             if score.reward is None:
                 raise ValueError(f"{name}.score returned an outcome without a reward")
+            pack(score)  # what cannot be sent is the judge's fault, not the transport's
             success = score.success if score.success is not None else score.reward >= 1.0
             return Outcome(
                 status, float(score.reward), success, score.checks, detail=score.detail, artifacts=score.artifacts
@@ -298,6 +314,7 @@ def _as_content(value: Any, what: str) -> str | tuple[dict[str, Any], ...]:
         value.encode()  # half a surrogate pair could not be sent
         return value
     if isinstance(value, list | tuple) and value and all(isinstance(part, dict) and "type" in part for part in value):
+        pack(value)
         return tuple(value)
     raise TypeError(f"{what} returned {type(value).__name__}; return a str, a dict, or a list of content parts")
 
