@@ -45,7 +45,7 @@ class Chat:
         tokenizer_hash: str = "",
     ) -> None:
         """tool_format: None means detect it. Raises: ChatError if the template ends a turn with no token of its own."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.template = template
         source = template.source(tools=True)
         self.format = tool_format or detect_format(source)
@@ -70,11 +70,11 @@ class Chat:
     def encode(self, text: str) -> np.ndarray:
         """ids int32 [T] of a rendered text; special tokens in it are recognised, none are added."""
         try:
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError):
             # Half a surrogate pair, from a JSON escape that a model wrote and an environment quoted.
             clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            ids = self._tokenizer.encode(clean, add_special_tokens=False).ids
+            ids = self.tokenizer.encode(clean, add_special_tokens=False).ids
         return np.asarray(ids, np.int32)
 
     def encode_after(self, token: str, text: str) -> np.ndarray:
@@ -109,7 +109,7 @@ class Chat:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids, special tokens included, nothing cleaned up."""
-        return self._tokenizer.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=False)
+        return self.tokenizer.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=False)
 
     def render(
         self, views: Sequence[View], tools: Sequence[ToolSchema] = (), *, add_generation_prompt: bool = False
@@ -246,7 +246,7 @@ class Chat:
     def _leading_token(self, text: str) -> tuple[str, int]:
         """The added token a text starts with, white space aside."""
         text = text.lstrip()
-        known = self._tokenizer.get_added_tokens_decoder().items()
+        known = self.tokenizer.get_added_tokens_decoder().items()
         found = [(t.content, i) for i, t in known if t.content.strip() and text.startswith(t.content)]
         if not found:
             raise ChatError(
