@@ -1,6 +1,7 @@
 """An environment that misbehaves on demand, for the contract suite. Its tasks' payloads say how."""
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -137,6 +138,11 @@ class Probe(Environment):
         return str(os.getpid())
 
     @tool
+    async def die(self) -> str:
+        """End the process, as a fault in a C library would."""
+        os._exit(7)
+
+    @tool
     async def give_up(self) -> str:
         """Declare the task infeasible."""
         self.end("cannot be done", infeasible=True)
@@ -224,3 +230,33 @@ class Quiz(Environment):
 
     async def score(self):
         return float(self.answer == "42")
+
+
+class Library(Environment):
+    """Its shelf is shared by all episodes of a process; the first attempt to open it fails where a file says so."""
+
+    @classmethod
+    def tasks(cls, split, level):
+        return TaskList(10, lambda i: cls.make_task(split, level, i, {}))
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def shared(cls):
+        trace = Path(os.environ["SPRINGTIDE_PROBE"])
+        with open(trace, "a") as file:
+            file.write("shelf opened\n")
+        if (trace.parent / "no shelf").exists():
+            (trace.parent / "no shelf").unlink()
+            raise OSError("no shelf")
+        yield {"visits": 0}
+        with open(trace, "a") as file:
+            file.write("shelf closed\n")
+
+    async def start(self):
+        self.shared["visits"] += 1
+        return f"visit {self.shared['visits']}"
+
+    @tool(final=True)
+    async def read(self) -> str:
+        """Read."""
+        return "read"

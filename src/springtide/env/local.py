@@ -35,9 +35,10 @@ BLOCK_S = 60.0  # an event loop that has not turned for this long is stuck in so
 DRAIN_S = 300.0
 _PING_S = 0.25  # how soon a worker's wish to be replaced is seen; a death is seen at once
 _GRACE_S = 10.0  # an answer may be this late: the worker's own deadlines come first
-_START_FAILURES = 5  # in a row; then the run stops, for nothing will mend itself
+_START_FAILURES = 4  # in a row; then the run stops, for nothing will mend itself
 _CATALOG_S = 300.0
 _CONNECT_S = 0.5  # then the address is read anew: its worker may have been replaced
+_PROOF_S = 5.0
 _LOST = (ConnectionLost, DeadlineExceeded, RemoteError)
 
 
@@ -141,7 +142,7 @@ class LocalRunner:
                 if not started.done() or failures == _START_FAILURES:
                     raise
                 log.warning("an environment worker did not start (%d in a row): %s", failures, error)
-                await asyncio.sleep(0.2 * 2**failures)
+                await asyncio.sleep(0.1 * 2**failures)
                 continue
             failures = 0
             if previous is not None:
@@ -304,6 +305,11 @@ class LocalClient:
             try:
                 client = await Client.open(target, name=f"environment worker {target}", deadline_s=_CONNECT_S)
             except DeadlineExceeded:
+                return None
+            try:  # a dying worker's socket still takes connections: see that somebody answers
+                await client.call("ping", deadline_s=_PROOF_S)
+            except _LOST:
+                await client.close()
                 return None
             self._current[address] = (target, client)
             self._clients.append(client)  # its predecessor may still hold sessions, and is closed with this client

@@ -219,7 +219,7 @@ class _Worker:
         await asyncio.gather(*(self._drop(session_id) for session_id in list(self._held)))
 
 
-_ISOLATED_GRACE_S = 3.0  # an isolated child answers this long after a deadline at the latest, or it is blocked
+_ISOLATED_GRACE_S = 2.0  # an isolated child answers this long after a deadline at the latest, or it is blocked
 
 
 class _Isolated:
