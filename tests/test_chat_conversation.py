@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.chat_models import TEMPLATES, TOOLS, chat, tokenizer, user
 
-from springtide.chat import Chat, ChatTemplate, Conversation, measure_drift, undecodable
+from springtide.chat import FORMATS, Chat, ChatTemplate, Conversation, measure_drift, undecodable
 from springtide.chat.tools import CUT
 from springtide.trace import Message, ToolCall
-from tests.chat_models import TEMPLATES, TOOLS, chat, tokenizer, user
 
 TEXT = st.one_of(
     st.sampled_from(["", "ok", "the box\n", "  two  spaces ", "<|im_end|>", "a<|user|>b", "日本 🎷", "</think>"]),
@@ -194,6 +195,42 @@ def test_thinking_that_a_template_strips_starts_a_segment_and_keeps_the_old_one(
     assert second.loss_tokens == conversation.turns[2].end - conversation.turns[2].start
 
 
+def test_thinking_that_the_prompt_opened_is_thinking() -> None:
+    """DeepSeek-R1's way: the generation prompt ends in `<think>`, the reply starts inside it."""
+    opened = TEMPLATES["stable"].replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}")
+    model = Chat(tokenizer(), ChatTemplate({"default": opened}, {}))
+    conversation = model.start([user("hi")], TOOLS)
+    assert model.decode(conversation.ids).endswith("assistant\n<think>\n")
+    ids = conversation.render_gold(Message("assistant", "yes", reasoning_content="hm"))
+    assert model.decode(ids) == "hm\n</think>\n\nyes<|im_end|>"
+    message = conversation.assistant(ids, "stop")
+    assert (message.reasoning_content, message.text) == ("hm", "yes")
+    assert conversation.observe([user("and?")])
+    assert not measure_drift(conversation)
+    cut = conversation.assistant(model.encode('so <tool_call>{"name": "look"}</tool_call>'), "length")
+    assert cut.tool_calls == () and "look" in cut.reasoning_content
+    assert conversation.observe([user("and?")])
+
+
+def test_plain_calls_need_no_template_support() -> None:
+    """Tools stand in the system message, calls and results in ordinary text; results of one turn are one message."""
+    model = Chat(
+        tokenizer(), ChatTemplate({"default": "{% set tools = none %}" + TEMPLATES["stable"]}, {}), FORMATS["plain"]
+    )
+    conversation = model.start([Message("system", "Be kind."), user("hi")], TOOLS[:2])
+    assert conversation.rendered().startswith("<|im_start|>system\nBe kind.\n\nYou can use these tools:\n{")
+    message = say(conversation, 'I look.\nAction: look({"a": "x"})\nAction: take({})<|im_end|>')
+    assert [(c.name, c.arguments) for c in message.tool_calls] == [("look", '{"a": "x"}'), ("take", "{}")]
+    assert message.text == "I look."
+    assert conversation.observe([Message("tool", "dark", name="look"), Message("tool", "taken"), user("Go on.")])
+    tail = "<|im_start|>user\nResult of look: dark\n\nResult: taken\n\nGo on.<|im_end|>\n<|im_start|>assistant\n"
+    assert model.decode(conversation.ids).endswith(tail)
+    assert not measure_drift(conversation)
+    say(conversation, "Done.<|im_end|>")
+    assert not conversation.observe([user("now?")], TOOLS)
+    assert '"put"' in model.decode(conversation.ids)
+
+
 def test_a_changed_tool_set_starts_a_segment() -> None:
     """verifiers#955: a prefix match must not overlook changed tools."""
     conversation = chat("stable").start([user("hi")], TOOLS[:1])
@@ -271,6 +308,28 @@ def test_half_a_surrogate_pair_in_a_tool_result_is_rendered() -> None:
     say(conversation, "yes<|im_end|>")
     assert conversation.observe([Message("tool", json.loads('"no item \\ud800 here"'))])
     assert "no item \ufffd here" in conversation.chat.decode(conversation.ids)
+
+
+class CountingTemplate(ChatTemplate):
+    """The real template, with its renderings counted."""
+
+    rendered = 0
+
+    def render(self, *args: Any, **kwargs: Any) -> str:
+        self.rendered += 1
+        return super().render(*args, **kwargs)
+
+
+def test_a_turn_costs_one_rendering_and_the_tokens_of_its_tail() -> None:
+    template = CountingTemplate({"default": TEMPLATES["stable"]}, {})
+    model = Chat(tokenizer(), template)
+    model.start([user("warm up")], TOOLS)
+    before = template.rendered
+    conversation = model.start([user("hi")], TOOLS)
+    for number in range(5):
+        assert template.rendered == before + 1 + number
+        say(conversation, "yes<|im_end|>")
+        assert conversation.observe([user("and?")])
 
 
 def test_members_of_a_group_do_not_write_into_each_other() -> None:

@@ -199,7 +199,10 @@ class Chat:
             ]
         if message.reasoning_content:
             if self.reads_reasoning:
-                view["thinking"] = message.reasoning_content  # what some templates call it, as transformers passes it
+                view = {
+                    "thinking": message.reasoning_content,
+                    **view,
+                }  # its other name, as in transformers
             else:
                 view["content"] = _with_thinking(message)
         return view

@@ -55,7 +55,8 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
             roles = ", ".join(str(m.get("role")) for m in messages)
-            raise ChatError(f"the chat template refuses the roles [{roles}]: {error}") from error
+            why = " ".join(str(error).split())
+            raise ChatError(f"the chat template refuses the roles [{roles}]: {why}") from error
 
     def _name(self, tools: bool) -> str:
         if tools and "tool_use" in self.sources:
