@@ -2,7 +2,7 @@
 
 Owns: the admission policies and the choice of a batch. Pure functions of `Readiness`. Invariants: no group that is
 trained is older than the staleness bound; under `overage = wait` the trainer waits for a group that would become
-too old, under `drop` the group is given up and counted.
+too old, under `drop` a group that became too old, in flight or ready, is given up and counted.
 Called by: the driver and the simulator.
 """
 
@@ -52,7 +52,8 @@ class FixedSplit:
     def decide(self, state: Readiness) -> list[Action]:
         actions: list[Action] = []
         if self.bounds.overage == "drop":
-            actions += [Abort(g.visit, "stale") for g in state.in_flight() if state.staleness(g) > self.bounds.bound]
+            late = (g for g in state.groups.values() if state.staleness(g) > self.bounds.bound)
+            actions += [Abort(g.visit, "stale") for g in late]
         # One at a time: each admission changes the mixture's counts, which the caller applies before asking again.
         if self.room(state) > 0:
             actions.append(Admit(state.next_suite()))

@@ -1,0 +1,31 @@
+"""Entries of child processes for the tests of `springtide.process`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from typing import Any
+
+from springtide.wire import serve
+
+
+async def echo(socket_path: str, args: dict[str, Any]) -> None:
+    async def handle(peer: Any, method: str, payload: dict[str, Any]) -> Any:
+        if method == "pid":
+            return os.getpid()
+        if method == "spawn":  # a grandchild that would outlive us if nobody cared
+            return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+        return args
+
+    async with serve(socket_path, handle):
+        await asyncio.Event().wait()
+
+
+async def broken(socket_path: str, args: dict[str, Any]) -> None:
+    raise RuntimeError("the model file is missing")
+
+
+async def never(socket_path: str, args: dict[str, Any]) -> None:
+    await asyncio.Event().wait()

@@ -1,0 +1,78 @@
+"""Children: they start or say why not, and nothing outlives its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from springtide.process import ProcessFailed, start_process
+
+HELPERS = "tests.helpers_process"
+
+
+def _gone(pid: int, within_s: float = 3.0) -> bool:
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_child_is_called_and_ends_with_its_block(tmp_path: Path) -> None:
+    async def run() -> tuple[int, int]:
+        async with start_process("child", f"{HELPERS}:echo", {"a": 1}, log_path=tmp_path / "log") as child:
+            assert await child.client.call("args", deadline_s=5) == {"a": 1}
+            grandchild = await child.client.call("spawn", deadline_s=5)
+            return child.pid, grandchild
+
+    child, grandchild = asyncio.run(run())
+    assert _gone(child)
+    assert _gone(grandchild)
+
+
+def test_a_child_that_cannot_start_says_why(tmp_path: Path) -> None:
+    async def run(entry: str, deadline_s: float) -> None:
+        async with start_process("engine", entry, {}, log_path=tmp_path / "log", deadline_s=deadline_s):
+            pass
+
+    with pytest.raises(
+        ProcessFailed, match=r"(?s)engine ended with status 1 while starting.*the model file is missing"
+    ):
+        asyncio.run(run(f"{HELPERS}:broken", 30))
+    with pytest.raises(ProcessFailed, match=r"engine did not listen .* within 1\.5 s"):
+        asyncio.run(run(f"{HELPERS}:never", 1.5))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_children_die_with_a_killed_parent(tmp_path: Path, how: signal.Signals) -> None:
+    """rllm#568, vllm#16259: a killed driver must leave no worker behind."""
+    script = textwrap.dedent(f"""
+        import asyncio
+        from pathlib import Path
+        from springtide.process import start_process
+        async def run():
+            async with start_process("child", "{HELPERS}:echo", {{}}, log_path=Path({str(tmp_path / "log")!r})) as child:
+                grandchild = await child.client.call("spawn", deadline_s=10)
+                print(child.pid, grandchild, flush=True)
+                await asyncio.sleep(600)
+        asyncio.run(run())
+    """)
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child, grandchild = map(int, parent.stdout.readline().split())
+    os.kill(parent.pid, how)
+    parent.wait(10)
+    assert _gone(child)
+    assert _gone(grandchild)

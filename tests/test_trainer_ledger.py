@@ -1,0 +1,136 @@
+"""The ledger: every drawn member has exactly one end, also across kills and rollbacks."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from springtide.trace import TaskRef, make_version
+from springtide.trainer.ledger import Ledger, LedgerError
+
+TASK = TaskRef("db/quick/train/3", "db", "1", "train", "quick", 3, 9, ("hard",))
+
+
+def fresh(tmp_path: Path) -> Ledger:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.begin(0, 2)
+    return ledger
+
+
+def test_a_visit_ends_once(tmp_path: Path) -> None:
+    ledger = fresh(tmp_path)
+    ledger.draw(0, TASK, 0, 8, make_version(0, 0))
+    with pytest.raises(LedgerError, match="not ready"):
+        ledger.trained([0], 0, 1)
+    ledger.ready(0, "0.msgpack", {"members": []})
+    ledger.trained([0], 0, 1)
+    with pytest.raises(LedgerError, match="not ready"):
+        ledger.trained([0], 0, 2)
+    with pytest.raises(LedgerError, match="cannot be dropped"):
+        ledger.drop(0, "stale")
+    assert ledger.audit()["trained"] == 8
+
+
+def test_a_step_is_recorded_whole_or_not_at_all(tmp_path: Path) -> None:
+    ledger = fresh(tmp_path)
+    for visit in range(2):
+        ledger.draw(visit, TASK, visit, 4, 0)
+    ledger.ready(0, "0", {})
+    with pytest.raises(LedgerError):
+        ledger.trained([0, 1], 0, 1)
+    assert [row.visit for row in ledger.visits("ready")] == [0]
+
+
+def test_a_row_comes_back_as_it_was(tmp_path: Path) -> None:
+    ledger = fresh(tmp_path)
+    ledger.draw(5, TASK, 2, 4, make_version(1, 3))
+    ledger.ready(5, "5.msgpack", {"members": [[0, "completed", 1.0, True, 9]]})
+    (row,) = ledger.visits("ready")
+    assert (row.task, row.draw, row.n, row.birth, row.path) == (TASK, 2, 4, make_version(1, 3), "5.msgpack")
+    assert row.summary == {"members": [[0, "completed", 1.0, True, 9]]}
+    assert ledger.next_visit() == 6
+    assert ledger.draws() == {"db": 1}
+
+
+def test_kills_use_up_no_retry(tmp_path: Path) -> None:
+    ledger = fresh(tmp_path)
+    ledger.draw(0, TASK, 0, 2, 0)
+    ledger.attempt(0, 0, 0, status="environment_error", cause="worker_lost", killed=True)
+    ledger.attempt(0, 0, 1, status="environment_error", cause="tool")
+    ledger.attempt(0, 0, 2, status="completed", reward=1.0)
+    assert ledger.retries_used(0) == {0: (3, 1)}
+
+
+def test_a_rollback_makes_ready_what_the_checkpoint_does_not_hold(tmp_path: Path) -> None:
+    ledger = fresh(tmp_path)
+    for visit, step in enumerate([1, 2, 3]):
+        ledger.draw(visit, TASK, visit, 4, make_version(0, step - 1))
+        ledger.ready(visit, str(visit), {})
+        ledger.trained([visit], 0, step)
+    ledger.close()
+    resumed = Ledger(tmp_path / "ledger.sqlite")
+    assert resumed.begin(step=1, bound=2) == 1
+    assert [r.visit for r in resumed.visits("ready")] == [1, 2]
+    assert [r.visit for r in resumed.visits("trained")] == [0]
+    resumed.trained([1, 2], 1, 2)
+    assert resumed.audit()["trained"] == 12
+
+
+def test_what_is_too_old_after_a_rollback_is_dropped_by_name(tmp_path: Path) -> None:
+    ledger = fresh(tmp_path)
+    ledger.draw(0, TASK, 0, 4, make_version(0, 0))
+    ledger.ready(0, "0", {})
+    ledger.trained([0], 0, 9)
+    ledger.begin(step=8, bound=2)
+    assert ledger.audit()["dropped"] == {"rolled_back": 4}
+
+
+def test_another_schema_or_a_damaged_file_is_one_clear_line(tmp_path: Path) -> None:
+    fresh(tmp_path).close()
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
+        db.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
+    db.close()
+    with pytest.raises(LedgerError, match="schema 99"):
+        Ledger(tmp_path / "ledger.sqlite")
+    (tmp_path / "bad").write_bytes(b"not a database at all, but long enough to be read as one" * 20)
+    with pytest.raises(LedgerError, match="damaged"):
+        Ledger(tmp_path / "bad")
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_the_audit_always_adds_up_whatever_is_killed_when(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    """NeMo-RL#3599, trl#5863: after any number of kills each drawn member is trained once, pending, or dropped."""
+    path = tmp_path_factory.mktemp("ledger") / "l.sqlite"
+    rng = random.Random(seed)
+    step = saved = 0
+    incarnation = 0
+    ledger = Ledger(path)
+    ledger.begin(0, 2)
+    for _ in range(60):
+        match rng.choice(["draw", "draw", "ready", "ready", "train", "drop", "save", "kill"]):
+            case "draw":
+                ledger.draw(ledger.next_visit(), TASK, 0, 4, make_version(incarnation, step))
+            case "ready" if rows := ledger.visits("open"):
+                ledger.ready(rng.choice(rows).visit, "f", {})
+            case "train" if rows := ledger.visits("ready"):
+                step += 1
+                ledger.trained([r.visit for r in rows[:3]], incarnation, step)
+            case "drop" if rows := ledger.visits("open", "ready"):
+                ledger.drop(rng.choice(rows).visit, "equal_rewards")
+            case "save":
+                saved = step
+            case "kill":
+                ledger.close()
+                ledger = Ledger(path)
+                step = saved
+                incarnation = ledger.begin(step, 2)
+        audit = ledger.audit()
+        assert audit["drawn"] == audit["trained"] + audit["ready"] + audit["open"] + sum(audit["dropped"].values())
+        assert all((r.step or 0) <= step for r in ledger.visits("trained"))
+    ledger.close()
