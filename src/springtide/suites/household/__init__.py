@@ -1,0 +1,3 @@
+"""Household: carrying things about a room seen only in part. Exports `SUITE`."""
+
+from springtide.suites.household.environment import SUITE as SUITE
