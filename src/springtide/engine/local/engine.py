@@ -23,6 +23,7 @@ import torch
 from springtide.engine.local.core import EngineCore, Request
 from springtide.engine.local.kernels import PagedKernels, TorchPaged
 from springtide.engine.local.kv import BLOCK
+from springtide.engine.local.native import NativePaged, library, supports
 from springtide.engine.protocol import EngineError, EngineStats, Generation, Sampling
 from springtide.models.decoder import Decoder, DecoderConfig, sequence_logprobs
 from springtide.weights.store import FingerprintMismatch, WeightStore
@@ -43,6 +44,7 @@ class EngineSettings:
     weight_slots: int = 4
     device: str = "cpu"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on a CPU, bfloat16 elsewhere
+    kernels: Literal["auto", "torch"] = "auto"
 
     @classmethod
     def of(cls, model: str, store: str, table: Mapping[str, Any]) -> EngineSettings:
@@ -73,7 +75,12 @@ def make_core(config: DecoderConfig, settings: EngineSettings) -> EngineCore:
 
 
 def make_kernels(config: DecoderConfig, settings: EngineSettings, positions: int) -> PagedKernels:
-    return TorchPaged(config, settings.kv_tokens // BLOCK, positions, settings.torch_dtype, settings.device)
+    """The compiled kernels where they can run, else PyTorch's."""
+    blocks = settings.kv_tokens // BLOCK
+    native = settings.kernels == "auto" and settings.device == "cpu" and settings.torch_dtype == torch.float32
+    if native and supports(config) and (loaded := library()) is not None:
+        return NativePaged(config, blocks, positions, loaded)
+    return TorchPaged(config, blocks, positions, settings.torch_dtype, settings.device)
 
 
 class Clock:

@@ -1,0 +1,249 @@
+/* The engine's CPU kernels: what between two matrix products costs more in PyTorch than the products themselves.
+ *
+ * Compiled on first use by native.py (any C compiler with GCC's vector extensions); the same functions as kernels.py.
+ * KV of one layer, BLOCK tokens a block: K [block][kv head][dim][BLOCK], so that scores of BLOCK keys are vectors, and
+ * V [block][kv head][BLOCK][dim]. head_dim is a multiple of 8. Single-threaded, no allocation that outlives a call.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define BLOCK 16
+#define ROWS 4 /* query rows that share each read of a key: 4 rows x 16 keys fill eight vector registers */
+
+typedef float v8 __attribute__((vector_size(32), aligned(4), may_alias));
+
+typedef int32_t i8 __attribute__((vector_size(32)));
+
+static inline __attribute__((always_inline)) v8 greater(v8 a, v8 b) {
+    i8 mask = a > b;
+    return (v8)(((i8)a & mask) | ((i8)b & ~mask));
+}
+static inline __attribute__((always_inline)) v8 spread(float x) { return (v8){x, x, x, x, x, x, x, x}; }
+static inline __attribute__((always_inline)) float total(v8 x) {
+    return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+}
+
+/* exp for x <= 0, relative error about 1e-7 (Cephes' polynomial); below -87 it stays at e^-87. */
+static inline __attribute__((always_inline)) float exp_(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    float n = floorf(x * 1.44269504088896341f + 0.5f);
+    x -= n * 0.693359375f;
+    x -= n * -2.12194440e-4f;
+    float y = 1.9875691500e-4f;
+    y = y * x + 1.3981999507e-3f;
+    y = y * x + 8.3334519073e-3f;
+    y = y * x + 4.1665795894e-2f;
+    y = y * x + 1.6666665459e-1f;
+    y = y * x + 5.0000001201e-1f;
+    y = y * x * x + x + 1.0f;
+    union { int32_t i; float f; } power = {.i = ((int32_t)n + 127) << 23};
+    return y * power.f;
+}
+
+static inline __attribute__((always_inline)) float square_sum(const float *x, long n) {
+    v8 sum = spread(0);
+    long i = 0;
+    for (; i + 8 <= n; i += 8) { v8 a = *(const v8 *)(x + i); sum += a * a; }
+    float rest = total(sum);
+    for (; i < n; i++) rest += x[i] * x[i];
+    return rest;
+}
+
+/* x [n, d] -> out [n, d] */
+void st_rms_norm(const float *x, const float *weight, float *out, long n, long d, float eps) {
+    for (long row = 0; row < n; row++, x += d, out += d) {
+        float scale = 1.0f / sqrtf(square_sum(x, d) / (float)d + eps);
+        for (long i = 0; i < d; i++) out[i] = weight[i] * (x[i] * scale);
+    }
+}
+
+/* gate_up [n, 2 m] -> out [n, m] */
+void st_silu_mul(const float *gate_up, float *out, long n, long m) {
+    for (long row = 0; row < n; row++, gate_up += 2 * m, out += m)
+        for (long i = 0; i < m; i++) {
+            float g = gate_up[i], e = exp_(-fabsf(g));
+            out[i] = g * (g >= 0 ? 1.0f : e) / (1.0f + e) * gate_up[m + i];
+        }
+}
+
+/* Norm (if norm), rotate by cos/sin [dim/2], scale. */
+static inline void head(const float *x, float *out, long dim, const float *norm, float eps, const float *cos,
+                        const float *sin, float scale) {
+    long half = dim / 2;
+    if (norm) scale /= sqrtf(square_sum(x, dim) / (float)dim + eps);
+    for (long i = 0; i < half; i++) {
+        float a = x[i], b = x[half + i];
+        if (norm) { a *= norm[i]; b *= norm[half + i]; }
+        out[i] = (a * cos[i] - b * sin[i]) * scale;
+        out[half + i] = (b * cos[i] + a * sin[i]) * scale;
+    }
+}
+
+/* qkv [n, (heads + 2 kv_heads) dim] -> queries [n, heads, dim], scaled; keys and values go to the slot's block. */
+void st_heads(const float *qkv, float *queries, float *keys, float *values, const float *q_norm, const float *k_norm,
+              float eps, const float *cos, const float *sin, const int32_t *slots, const int32_t *positions,
+              const int32_t *tables, long table_width, long n, long heads, long kv_heads, long dim) {
+    float scale = 1.0f / sqrtf((float)dim), rotated[dim];
+    for (long row = 0; row < n; row++) {
+        long position = positions[row], place = position % BLOCK;
+        long block = tables[slots[row] * table_width + position / BLOCK];
+        const float *c = cos + position * (dim / 2), *s = sin + position * (dim / 2);
+        for (long h = 0; h < heads; h++, qkv += dim, queries += dim) head(qkv, queries, dim, q_norm, eps, c, s, scale);
+        for (long h = 0; h < kv_heads; h++, qkv += dim) {
+            float *target = keys + (block * kv_heads + h) * dim * BLOCK + place;
+            head(qkv, rotated, dim, k_norm, eps, c, s, 1.0f);
+            for (long i = 0; i < dim; i++) target[i * BLOCK] = rotated[i];
+        }
+        for (long h = 0; h < kv_heads; h++, qkv += dim)
+            memcpy(values + ((block * kv_heads + h) * BLOCK + place) * dim, qkv, dim * sizeof(float));
+    }
+}
+
+/* Attention of `rows` (<= ROWS, constant) query rows with one KV head of one sequence. limits[r]: keys row r sees. */
+static inline __attribute__((always_inline)) void tile(
+    const long rows, const long dim, const float **q, float **out, const long *limits, const float *keys,
+    const float *values, const int32_t *table, long stride, float *scores, long width) {
+    long longest = limits[rows - 1], blocks = (longest + BLOCK - 1) / BLOCK;
+    for (long b = 0; b < blocks; b++) {
+        const float *k = keys + table[b] * stride;
+        v8 low[ROWS], high[ROWS];
+        for (long r = 0; r < rows; r++) low[r] = high[r] = spread(0);
+        for (long d = 0; d < dim; d++) {
+            v8 a = *(const v8 *)(k + d * BLOCK), c = *(const v8 *)(k + d * BLOCK + 8);
+            for (long r = 0; r < rows; r++) {
+                v8 x = spread(q[r][d]);
+                low[r] += x * a;
+                high[r] += x * c;
+            }
+        }
+        for (long r = 0; r < rows; r++) {
+            *(v8 *)(scores + r * width + b * BLOCK) = low[r];
+            *(v8 *)(scores + r * width + b * BLOCK + 8) = high[r];
+        }
+    }
+    for (long r = 0; r < rows; r++) {
+        float *s = scores + r * width, most = s[0], sum = 0;
+        long padded = blocks * BLOCK;
+        for (long i = limits[r]; i < padded; i++) s[i] = -INFINITY;
+        v8 top = *(v8 *)s;
+        for (long i = 8; i < padded; i += 8) top = greater(*(v8 *)(s + i), top);
+        for (long i = 0; i < 8; i++) most = top[i] > most ? top[i] : most;
+        for (long i = 0; i < padded; i++) s[i] = exp_(s[i] - most);
+        for (long i = limits[r]; i < padded; i++) s[i] = 0;
+        v8 sums = spread(0);
+        for (long i = 0; i < padded; i += 8) sums += *(v8 *)(s + i);
+        sum = 1.0f / total(sums);
+        for (long i = 0; i < padded; i++) s[i] *= sum;
+        memset(out[r], 0, dim * sizeof(float));
+    }
+    const long pair = rows > 1 ? 2 : 1, step = dim % 32 == 0 ? 32 : (dim % 16 == 0 ? 16 : 8);
+    for (long b = 0; b < blocks; b++) {
+        const float *v = values + table[b] * stride;
+        for (long r = 0; r < rows; r += pair)
+            for (long d = 0; d < dim; d += step) {
+                v8 acc[2][4];
+                for (long j = 0; j < pair; j++)
+                    for (long i = 0; i < step / 8; i++) acc[j][i] = *(v8 *)(out[r + j] + d + 8 * i);
+                for (long p = 0; p < BLOCK; p++)
+                    for (long j = 0; j < pair; j++) {
+                        v8 x = spread(scores[(r + j) * width + b * BLOCK + p]);
+                        for (long i = 0; i < step / 8; i++) acc[j][i] += x * *(const v8 *)(v + p * dim + d + 8 * i);
+                    }
+                for (long j = 0; j < pair; j++)
+                    for (long i = 0; i < step / 8; i++) *(v8 *)(out[r + j] + d + 8 * i) = acc[j][i];
+            }
+    }
+}
+
+static inline __attribute__((always_inline)) void attend(
+    const long dim, const float *queries, const float *keys, const float *values, const int32_t *slots,
+    const int32_t *positions, const int32_t *tables, long table_width, const int64_t *runs, long n_runs, long heads,
+    long kv_heads, float *out, float *scores, long width) {
+    long group = heads / kv_heads, stride = kv_heads * dim * BLOCK;
+    for (long run = 0; run < n_runs; run++) {
+        long first = runs[2 * run], count = runs[2 * run + 1];
+        const int32_t *table = tables + slots[first] * table_width;
+        for (long kv = 0; kv < kv_heads; kv++) {
+            const float *k = keys + kv * dim * BLOCK, *v = values + kv * dim * BLOCK;
+            for (long row = 0; row < count * group;) {
+                const float *q[ROWS];
+                float *o[ROWS];
+                long limits[ROWS], left = count * group - row, rows = left >= 4 ? 4 : (left >= 2 ? 2 : 1);
+                for (long r = 0; r < rows; r++) {
+                    long token = first + (row + r) / group, at = (token * heads + kv * group + (row + r) % group) * dim;
+                    q[r] = queries + at;
+                    o[r] = out + at;
+                    limits[r] = positions[token] + 1;
+                }
+                if (rows == 4) tile(4, dim, q, o, limits, k, v, table, stride, scores, width);
+                else if (rows == 2) tile(2, dim, q, o, limits, k, v, table, stride, scores, width);
+                else tile(1, dim, q, o, limits, k, v, table, stride, scores, width);
+                row += rows;
+            }
+        }
+    }
+}
+
+/* queries [n, heads, dim] -> out. runs [n_runs, 2]: first row and count of tokens of one slot. longest: keys at most.
+ * Returns 0, or 1 if there is no memory. */
+int st_attend(const float *queries, const float *keys, const float *values, const int32_t *slots,
+              const int32_t *positions, const int32_t *tables, long table_width, const int64_t *runs, long n_runs,
+              long heads, long kv_heads, long dim, long longest, float *out) {
+    long width = (longest + BLOCK - 1) / BLOCK * BLOCK;
+    float *scores = malloc(ROWS * width * sizeof(float));
+    if (!scores) return 1;
+#define ATTEND(D) attend(D, queries, keys, values, slots, positions, tables, table_width, runs, n_runs, heads, kv_heads, out, scores, width)
+    switch (dim) {
+        case 16: ATTEND(16); break;
+        case 32: ATTEND(32); break;
+        case 64: ATTEND(64); break;
+        case 128: ATTEND(128); break;
+        default: ATTEND(dim);
+    }
+    free(scores);
+    return 0;
+}
+
+/* logits [n, v] -> ids [n], log-probs [n] of softmax(logits * inverse_t). uniform < 0: greedy; else inverse CDF. */
+int st_sample(const float *logits, const float *inverse_t, const double *uniform, int32_t *ids, float *logprobs, long n,
+              long v) {
+    long chunks = (v + 63) / 64;
+    float *weights = malloc(chunks * 64 * sizeof(float));
+    double *sums = malloc(chunks * sizeof(double));
+    if (!weights || !sums) { free(weights); free(sums); return 1; }
+    for (long row = 0; row < n; row++, logits += v) {
+        float most = logits[0], scale = inverse_t[row];
+        double sum = 0;
+        long i = 0, chosen = 0;
+        if (v >= 8) {
+            v8 top = *(const v8 *)logits;
+            for (i = 8; i + 8 <= v; i += 8) top = greater(*(const v8 *)(logits + i), top);
+            for (long j = 0; j < 8; j++) most = top[j] > most ? top[j] : most;
+        }
+        for (; i < v; i++) most = logits[i] > most ? logits[i] : most;
+        for (i = 0; i < v; i++) weights[i] = exp_((logits[i] - most) * scale);
+        for (; i < chunks * 64; i++) weights[i] = 0;
+        for (long c = 0; c < chunks; c++) {
+            v8 part = spread(0);
+            for (long j = 0; j < 64; j += 8) part += *(v8 *)(weights + c * 64 + j);
+            sum += sums[c] = (double)total(part);
+        }
+        if (uniform[row] < 0) {
+            while (chosen + 1 < v && logits[chosen] < most) chosen++;
+        } else {
+            double target = uniform[row] * sum, before = 0;
+            long c = 0;
+            while (c + 1 < chunks && before + sums[c] <= target) before += sums[c++];
+            chosen = c * 64;
+            long end = chosen + 64 < v ? chosen + 64 : v;
+            while (chosen + 1 < end && (before += (double)weights[chosen]) <= target) chosen++;
+        }
+        ids[row] = (int32_t)chosen;
+        logprobs[row] = (float)((double)((logits[chosen] - most) * scale) - log(sum));
+    }
+    free(weights);
+    free(sums);
+    return 0;
+}

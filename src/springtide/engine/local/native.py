@@ -1,0 +1,182 @@
+"""The engine's CPU kernels in C: compiled once a machine, called through ctypes, equal to `kernels.TorchPaged`.
+
+Owns: building and loading `native.c`, and `NativePaged`. Invariants: float32 on the CPU only; where there is no
+compiler, or it fails, `library()` is None with one logged line and the engine uses the PyTorch kernels. Why C: one
+decode step of a small model is hundreds of small operations, each dearer in PyTorch than its arithmetic, and paged
+attention in PyTorch copies all KV before it reads it (measured: benchmarks/engine.py, `kernels` rows).
+Called by: `engine.local.engine`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from springtide.engine.local.kernels import Pass
+from springtide.engine.local.kv import BLOCK
+from springtide.models.decoder import DecoderConfig, Layer, RotaryTable
+
+log = logging.getLogger(__name__)
+
+# No -ffast-math: it reorders sums at the compiler's will and, linked in, changes denormals for the whole process.
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-std=gnu11")
+_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+_SIGNATURES = {
+    "st_rms_norm": [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT],
+    "st_silu_mul": [_POINTER] * 2 + [_LONG] * 2,
+    "st_heads": [_POINTER] * 6 + [_FLOAT] + [_POINTER] * 5 + [_LONG] * 5,
+    "st_attend": [_POINTER] * 6 + [_LONG, _POINTER] + [_LONG] * 5 + [_POINTER],
+    "st_sample": [_POINTER] * 5 + [_LONG] * 2,
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where they cannot be built."""
+    source = Path(__file__).with_name("native.c")
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        log.warning("no C compiler (cc, gcc or clang): the engine uses its PyTorch kernels, about half as fast")
+        return None
+    identity = repr((source.read_bytes(), compiler, _FLAGS, platform.machine(), _cpu_flags()))
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "springtide"
+    target = directory / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    if not target.exists():
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=directory) as temporary:
+                built = Path(temporary) / "native.so"
+                command = [*compiler.split(), *_FLAGS, str(source), "-o", str(built), "-lm"]
+                subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+                os.replace(built, target)
+        except (OSError, subprocess.SubprocessError) as error:
+            detail = getattr(error, "stderr", None) or str(error)
+            log.warning("the engine uses its PyTorch kernels: %s could not build %s: %s", compiler, source.name, detail)
+            return None
+    loaded = ctypes.CDLL(str(target))
+    for name, types in _SIGNATURES.items():
+        getattr(loaded, name).argtypes = types
+    return loaded
+
+
+def _cpu_flags() -> str:
+    """What -march=native depends on: a home directory may be shared by different machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def supports(config: DecoderConfig) -> bool:
+    return config.head_dim % 8 == 0
+
+
+class NativePaged:
+    """`PagedKernels` over the compiled library."""
+
+    def __init__(self, config: DecoderConfig, blocks: int, positions: int, loaded: ctypes.CDLL) -> None:
+        self.config, self._c = config, loaded
+        self._rotary = RotaryTable(config, positions)
+        shape = (config.layers, blocks, config.kv_heads * config.head_dim * BLOCK)
+        self._k, self._v = torch.zeros(shape), torch.zeros(shape)
+        self._layers = [(self._k[i].data_ptr(), self._v[i].data_ptr()) for i in range(config.layers)]
+
+    def begin(self, batch: Pass) -> None:
+        self._batch = batch
+        self._slots = np.ascontiguousarray(batch.slots, np.int32)
+        self._positions = np.ascontiguousarray(batch.positions, np.int32)
+        self._runs = np.ones((batch.decode + len(batch.runs), 2), np.int64)
+        self._runs[: batch.decode, 0] = np.arange(batch.decode)
+        if batch.runs:
+            self._runs[batch.decode :] = batch.runs
+        self._longest = int(self._positions.max()) + 1
+        self._place = (self._slots.ctypes.data, self._positions.ctypes.data, batch.tables.ctypes.data)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(x)
+        self._c.st_rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], eps)
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        n, m = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((n, m))
+        self._c.st_silu_mul(gate_up.data_ptr(), out.data_ptr(), n, m)
+        return out
+
+    def attention(self, index: int, layer: Layer, qkv: Tensor) -> Tensor:
+        c, n, width = self.config, qkv.shape[0], self._batch.tables.shape[1]
+        queries, out = torch.empty((2, n, c.heads * c.head_dim))
+        keys, values = self._layers[index]
+        self._c.st_heads(
+            qkv.data_ptr(),
+            queries.data_ptr(),
+            keys,
+            values,
+            None if layer.q_norm is None else layer.q_norm.data_ptr(),
+            None if layer.k_norm is None else layer.k_norm.data_ptr(),
+            c.eps,
+            self._rotary.cos.data_ptr(),
+            self._rotary.sin.data_ptr(),
+            *self._place,
+            width,
+            n,
+            c.heads,
+            c.kv_heads,
+            c.head_dim,
+        )
+        failed = self._c.st_attend(
+            queries.data_ptr(),
+            keys,
+            values,
+            *self._place,
+            width,
+            self._runs.ctypes.data,
+            len(self._runs),
+            c.heads,
+            c.kv_heads,
+            c.head_dim,
+            self._longest,
+            out.data_ptr(),
+        )
+        if failed:
+            raise MemoryError(f"no memory for the attention scores of {self._longest} tokens")
+        return out
+
+    def copy_block(self, source: int, target: int) -> None:
+        self._k[:, target] = self._k[:, source]
+        self._v[:, target] = self._v[:, source]
+
+    def sample(
+        self, logits: Tensor, inverse_temperature: np.ndarray, uniform: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        n = logits.shape[0]
+        inverse, draw = (
+            np.ascontiguousarray(inverse_temperature, np.float32),
+            np.ascontiguousarray(uniform, np.float64),
+        )
+        ids, logprobs = np.empty(n, np.int32), np.empty(n, np.float32)
+        failed = self._c.st_sample(
+            logits.data_ptr(),
+            inverse.ctypes.data,
+            draw.ctypes.data,
+            ids.ctypes.data,
+            logprobs.ctypes.data,
+            n,
+            logits.shape[1],
+        )
+        if failed:
+            raise MemoryError(f"no memory to sample from {logits.shape[1]} scores")
+        return ids, logprobs
