@@ -6,9 +6,11 @@ Public names resolve on first use, so that `import springtide` costs next to not
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # type checkers read it as true; importing `typing` for it would cost most of the budget
 if TYPE_CHECKING:
+    from typing import Any
+
     from springtide.api import evaluate as evaluate
     from springtide.api import train as train
     from springtide.env.environment import Environment as Environment

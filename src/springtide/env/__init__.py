@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # type checkers read it as true; importing `typing` for it would cost most of the budget
 if TYPE_CHECKING:
+    from typing import Any
+
     from springtide.env.environment import Environment as Environment
     from springtide.env.environment import Requires as Requires
     from springtide.env.environment import TaskList as TaskList

@@ -30,6 +30,7 @@ from springtide.trace import Message, Outcome, Task, ToolCall
 from springtide.wire import pack
 
 _COMPARED = 2000  # tasks a split whose contents are compared between splits
+_STARTED = 60  # tasks a split that are started, where the contents are made at the start
 _LONGEST_S = 3600.0  # a deadline beyond an hour stops a run as surely as none
 _WORDS = ("", "a", "42", "x" * 2000, "Robert'); DROP TABLE students;--", "naïve café 東京 🚲", "a\x00b", "%s {0} \\")
 
@@ -163,19 +164,19 @@ class _Checker:
         return ", ".join(f"{split} {len(tasks)}" for split, tasks in self.lists.items())
 
     async def _splits(self) -> str:
-        contents: dict[bytes, str] = {}
-        compared = 0
+        """What a policy could memorise (not indices and seeds, which differ by nature) must differ between splits."""
+        seen: dict[bytes, str] = {}
+        empty = all(_contents(task) == _NOTHING for split in SPLITS for task in self._sample(split, self._count))
         for split in SPLITS:
-            for task in self._sample(split, _COMPARED):
-                # Indices and seeds differ by nature; what a policy could memorise is the rest.
-                content = pack((task.payload, task.setup, task.judge))
-                other = contents.setdefault(content, f"{split}/{task.index}")
-                if not other.startswith(f"{split}/"):
-                    if await self._draws(task):
-                        raise _Skipped("start() draws from the seed; see to it that its draws differ between splits")
-                    raise _Failed(f"{split}/{task.index} has the contents of {other}: what is measured was trained on")
-                compared += 1
-        return f"no contents shared between splits ({compared} tasks compared)"
+            for task in self._sample(split, _STARTED if empty else _COMPARED):
+                content = pack(await self._opening(task)) if empty else _contents(task)
+                other = seen.setdefault(content, f"{split}/{task.index}")
+                if other.startswith(f"{split}/"):
+                    continue
+                if empty or await self._draws(task):
+                    raise _Skipped(f"{split}/{task.index} opens like {other}; see to it that their worlds differ")
+                raise _Failed(f"{split}/{task.index} has the contents of {other}: what is measured was trained on")
+        return f"no {'openings' if empty else 'contents'} shared between splits ({len(seen)} compared)"
 
     async def _gold_scores(self) -> str:
         without = 0
@@ -316,6 +317,10 @@ class _Checker:
         count = min(count, len(tasks))
         return [tasks[i * (len(tasks) - 1) // max(count - 1, 1)] for i in range(count)]
 
+    async def _opening(self, task: Task) -> tuple[Message, ...]:
+        async with _opened(self.client, task) as runner:
+            return runner.messages
+
     async def _draws(self, task: Task) -> bool:
         """Whether the environment's start draws from the task's seed."""
         async with _opened(self.client, task) as runner:
@@ -352,6 +357,13 @@ class _opened:
         await self._runner.close()
 
 
+def _contents(task: Task) -> bytes:
+    return pack((task.payload, task.setup, task.judge))
+
+
+_NOTHING = pack(({}, (), None))
+
+
 def _as_message(call: ToolCall) -> Message:
     """A gold call as the policy's turn; the empty name is a plain text."""
     if call.name:
@@ -366,7 +378,10 @@ def _text(call: ToolCall) -> str:
 def _random_turn(runner: EpisodeRunner, rng: random.Random) -> Message:
     if not runner.tools:
         return Message("assistant", rng.choice(_WORDS))
-    function = rng.choice(runner.tools)["function"]
+    functions = [schema["function"] for schema in runner.tools]
+    going_on = [function for function in functions if not runner.environment.tools[function["name"]].final]
+    # Final tools come rarely, so that an episode reaches the others in many states.
+    function = rng.choice(going_on if going_on and rng.random() < 0.9 else functions)
     schema = function["parameters"]
     arguments = {
         name: _random_value(part, rng)

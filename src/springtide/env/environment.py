@@ -88,9 +88,8 @@ class Environment:
         if not own.get("name"):
             cls.name = cls.__name__.lower()
         if "limits" in own and "max_turns" in own and cls.limits.max_turns not in (cls.max_turns, Limits().max_turns):
-            raise TypeError(
-                f"{cls.__name__}: max_turns is {cls.max_turns}, limits.max_turns {cls.limits.max_turns}; set one"
-            )
+            both = f"max_turns is {cls.max_turns}, limits.max_turns {cls.limits.max_turns}"
+            raise TypeError(f"{cls.__name__}: {both}; set one of them")
         if "limits" in own and "max_turns" not in own:
             cls.max_turns = cls.limits.max_turns
         cls.limits = replace(cls.limits, max_turns=cls.max_turns)
