@@ -268,7 +268,7 @@ def test_valid_actions_always_work_and_keep_each_object_in_one_place(level: str,
         check_invariants(world)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 599), st.randoms(use_true_random=False))
 def test_an_action_is_valid_exactly_if_it_works_and_an_impossible_one_changes_nothing(index: int, rng):
     payload = draw("train", "standard", index)
@@ -575,20 +575,19 @@ def test_copying_the_prompt_fails(level: str, split: str):
         assert won / len(some) < 0.10
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_guessing_the_commonest_object_of_a_place_fails_at_quick(split: str):
+def test_guessing_the_commonest_object_of_a_place_fails_at_quick():
     """The strongest policy that reads no reply: it knows, from training, what is mostly wanted where it looks first."""
+
+    def first(p: dict[str, Any]) -> tuple[str, str]:
+        return p["goal"]["kind"], next(place for place in p["places"] if place != p["goal"]["place"])
+
     common: dict[tuple[str, str], Counter[str]] = {}
     for p in payloads("train", "quick", 2000):
-        first = next(place for place in p["places"] if place != p["goal"]["place"])
-        common.setdefault((p["goal"]["kind"], first), Counter())[p["goal"]["thing"]] += 1
-    won = 0
-    some = payloads(split, "quick", 600)
-    for p in some:
-        first = next(place for place in p["places"] if place != p["goal"]["place"])
-        guess = common.get((p["goal"]["kind"], first), Counter({"cup": 1})).most_common(1)[0][0]
-        won += succeeds(p, blind(p, "quick", [guess]), MAX_TURNS["quick"])
-    assert won / len(some) < 0.15
+        common.setdefault(first(p), Counter())[p["goal"]["thing"]] += 1
+    guess = {key: counter.most_common(1)[0][0] for key, counter in common.items()}
+    for some in (payloads("train", "quick", 2400)[2000:], payloads("test", "quick", 600)):
+        won = sum(succeeds(p, blind(p, "quick", [guess.get(first(p), "cup")]), MAX_TURNS["quick"]) for p in some)
+        assert won / len(some) < 0.10
 
 
 # --- speed -----------------------------------------------------------------------------------------------------------

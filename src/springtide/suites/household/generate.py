@@ -40,12 +40,13 @@ KINDS: dict[str, dict[str, int]] = {
 }
 _MOST_GOLD = {"quick": 7, "standard": 24}  # leaves a policy at least one turn (quick) or six for a detour
 _TEST_SHARE = 5  # one goal and one layout in this many belong to `test`
-_AT_HOME = 0.8  # how often an object lies where its kind is usually kept
+# How often an object lies where its kind is usually kept; at quick less, for with few places one could guess it unseen.
+_AT_HOME = {"quick": 0.6, "standard": 0.8}
 _FIRST = 0.7  # quick: how often the object is at the first place searched; else it is at the second
 _SECOND_INSTANCE = 0.3  # standard: how often a one-object goal has a second object that would do
 _ROOMS_FOR = {"heat": "k", "cool": "k", "clean": "kb", "look": "dl"}  # other kinds: any room
 _TRIES = 20  # looks for a goal or layout of the right split before the draw starts over
-_LABELS = range(1, 10)  # standard: object numbers are drawn from these, so that none can be guessed
+_LABELS = range(1, 21)  # standard: object numbers are drawn from these, so that none can be guessed
 
 
 class _Again(Exception):
@@ -71,7 +72,7 @@ def _quick(rng: random.Random, split: str) -> dict[str, Any]:
     assert isinstance(dest, Receptacle)
     rest = [r for r in kinds if r is not dest]
     usual = [r for r in rest if r.name in thing.homes]
-    home = rng.choice(usual if usual and rng.random() < _AT_HOME else rest)
+    home = rng.choice(usual if usual and rng.random() < _AT_HOME["quick"] else rest)
     after = 0 if rng.random() < _FIRST else 1  # so many places are searched before the one it lies at
     must = [home, *([] if home.does == kind else _appliance(rng, kind, kinds))]
     size = rng.choice((2, 3))
@@ -212,13 +213,13 @@ def _places(rng: random.Random, must: list[Receptacle], kinds: tuple[Receptacle,
 def _usual(rng: random.Random, thing: Thing, places: list[str]) -> str:
     """Where an object lies: mostly a place of a kind it is usually kept at."""
     homes = [p for p in places if kind_of(p) in thing.homes]
-    return rng.choice(homes if homes and rng.random() < _AT_HOME else places)
+    return rng.choice(homes if homes and rng.random() < _AT_HOME["standard"] else places)
 
 
 def _likely(rng: random.Random, others: list[Thing], place: Receptacle) -> Thing:
     """Take a distractor out of `others`, mostly one that is usually kept at `place`."""
     fits = [i for i, t in enumerate(others) if place.name in t.homes]
-    return others.pop(rng.choice(fits) if fits and rng.random() < _AT_HOME else rng.randrange(len(others)))
+    return others.pop(rng.choice(fits) if fits and rng.random() < _AT_HOME["quick"] else rng.randrange(len(others)))
 
 
 def _numbered(rng: random.Random, wanted: list[tuple[Thing, str]]) -> list[tuple[str, str, str]]:
