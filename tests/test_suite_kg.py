@@ -1,0 +1,515 @@
+"""The suite `kg`: gold, splits, the rules of its tools, its judge, its floor (baselines) and its speed."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from springtide.env import EpisodeRunner, Message, Task, load_suite
+from springtide.suites.kg import SUITE
+from springtide.suites.kg.environment import KnowledgeGraph
+from springtide.suites.kg.generate import bucket
+from springtide.suites.kg.graph import Graph
+from springtide.suites.kg.programs import calls, evaluate, steps
+from springtide.suites.kg.schema import ATTRIBUTES, QUICK, RELATIONS
+from springtide.trace import Outcome, ToolCall
+
+LEVELS = ("quick", "standard")
+SPLITS = ("train", "test", "ood")
+Move = tuple[str, dict[str, Any]]  # a tool and its arguments; ("", {"text": ...}) is plain text
+
+
+@functools.cache
+def graph() -> Graph:
+    return Graph()
+
+
+def message(move: Move) -> Message:
+    name, arguments = move
+    if not name:
+        return Message("assistant", arguments["text"])
+    return Message("assistant", "", (ToolCall("c", name, json.dumps(arguments)),))
+
+
+async def open_task(task: Task) -> EpisodeRunner:
+    return await EpisodeRunner.open(KnowledgeGraph(task, graph()))
+
+
+async def run(task: Task, moves: list[Move]) -> tuple[list[str], Outcome]:
+    """Play the moves; the replies and the outcome."""
+    runner = await open_task(task)
+    replies: list[str] = []
+    for i, move in enumerate(moves):
+        if runner.ended:
+            break
+        replies += [m.text for m in (await runner.act(message(move), i)).messages]
+    outcome = await runner.finish("done")
+    await runner.close()
+    return replies, outcome
+
+
+def play(task: Task, moves: list[Move]) -> tuple[list[str], Outcome]:
+    return asyncio.run(run(task, moves))
+
+
+def gold(task: Task) -> list[Move]:
+    return calls(task.payload["program"], task.payload["entities"])
+
+
+def sample(level: str, split: str, size: int) -> list[Task]:
+    tasks = SUITE.select(split, level)
+    return [tasks[i] for i in random.Random(f"{level}/{split}").sample(range(len(tasks)), size)]
+
+
+def task_where(level: str, test: Callable[[Task], bool]) -> Task:
+    return next(t for t in SUITE.select("train", level) if test(t))
+
+
+def pairs(program: list[Any]) -> set[tuple[str, str]]:
+    """The relations a program takes one right after the other."""
+    found: set[tuple[str, str]] = set()
+    if program[0] == "hop" and program[1][0] == "hop":
+        found.add((program[1][2], program[2]))
+    for part in program[1:]:
+        if isinstance(part, list):
+            found |= pairs(part)
+    return found
+
+
+def shape(program: list[Any]) -> str:
+    return f"{program[0]}({','.join(shape(p) for p in program[1:] if isinstance(p, list))})"
+
+
+# --- tasks -----------------------------------------------------------------------------------------------------------
+
+
+def test_suite_is_found_by_name_and_has_both_levels():
+    suite = load_suite("kg")
+    assert suite.levels == LEVELS and suite.environment is KnowledgeGraph
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_enough_tasks_and_skeletons_at_each_level(level: str):
+    splits = {split: SUITE.select(split, level) for split in SPLITS}
+    assert sum(map(len, splits.values())) >= 2000 and len(splits["train"]) >= 1200
+    skeletons = {split: {t.payload["skeleton"] for t in tasks} for split, tasks in splits.items()}
+    assert min(map(len, skeletons.values())) >= 30
+    asked = [(t.payload["skeleton"], tuple(t.payload["entities"])) for tasks in splits.values() for t in tasks]
+    assert len(asked) == len(set(asked))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_test_uses_trains_templates_and_other_entities(level: str):
+    train, test = SUITE.select("train", level), SUITE.select("test", level)
+    assert {t.payload["skeleton"] for t in test} <= {t.payload["skeleton"] for t in train}
+    entities = {e for t in train for e in t.payload["entities"]}
+    for split in ("test", "ood"):
+        assert not entities & {e for t in SUITE.select(split, level) for e in t.payload["entities"]}
+    assert all(bucket(e) == "train" for e in entities)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_ood_holds_only_templates_never_seen(level: str):
+    seen = [t for split in ("train", "test") for t in SUITE.select(split, level)]
+    ood = SUITE.select("ood", level)
+    assert not {t.payload["skeleton"] for t in seen} & {t.payload["skeleton"] for t in ood}
+    programs = [t.payload["program"] for t in seen]
+    seen_pairs = set().union(*map(pairs, programs))
+    seen_steps = {step for p in programs for step in steps(p)}
+    seen_shapes = {shape(p) for p in programs}
+    new = [
+        t
+        for t in ood
+        if pairs(t.payload["program"]) - seen_pairs
+        or set(steps(t.payload["program"])) - seen_steps
+        or shape(t.payload["program"]) not in seen_shapes
+    ]
+    assert len(new) >= 0.4 * len(ood)  # the rest are new wordings of what was seen
+
+
+def test_a_tenth_of_train_is_dev():
+    for level in LEVELS:
+        assert all(("dev" in t.tags) == (t.index % 10 == 9) for t in SUITE.select("train", level))
+        assert not any(t.tags for t in SUITE.select("test", level))
+
+
+def test_tasks_are_the_same_each_time_and_the_names_in_them_exist():
+    for level in LEVELS:
+        first, again = (SUITE.select("test", level)[7] for _ in range(2))
+        assert first == again and first.id == f"kg/{level}/test/7"
+        for task in sample(level, "train", 100):
+            assert all(graph().kind(e) for e in task.payload["entities"])
+
+
+# --- gold ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_gold_scores_one_within_the_turns(level: str, split: str):
+    async def all_of_them() -> None:
+        for task in sample(level, split, 120):
+            moves = gold(task)
+            limit = (task.limits or KnowledgeGraph.limits).max_turns
+            assert 4 <= len(moves) <= limit
+            replies, outcome = await run(task, moves)
+            assert (outcome.status, outcome.reward, outcome.success) == ("completed", 1.0, True), (task, replies)
+
+    asyncio.run(all_of_them())
+
+
+def test_gold_reaches_authors_of_train_tasks_only():
+    async def asks(split: str) -> Any:
+        runner = await open_task(SUITE.select(split, "quick")[0])
+        return await runner.gold()
+
+    assert asyncio.run(asks("train"))[0].name == "get_relations"
+    with pytest.raises(PermissionError):
+        asyncio.run(asks("test"))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_answer_exists_and_no_single_relation_gives_it(level: str):
+    for split in SPLITS:
+        for task in sample(level, split, 150):
+            entities = task.payload["entities"]
+            answer = evaluate(task.payload["program"], entities, graph())
+            assert answer
+            if task.payload["program"][0] != "count":
+                for entity in entities:
+                    assert answer not in [graph().follow([entity], r) for r in graph().relations([entity], level)]
+
+
+def test_quick_is_short():
+    tasks = SUITE.select("train", "quick")
+    assert len({r for names in QUICK.values() for r in names}) <= 20
+    lengths = []
+    for task in sample("quick", "train", 150):
+        moves = gold(task)
+        assert len(moves) - 1 >= 3
+        assert all(len(e) <= 16 for e in task.payload["entities"])
+        replies, _ = play(task, moves)
+        assert all(reply.count(" ") <= 4 for reply in replies)
+        said = ["".join((name, *map(str, arguments.values()))) for name, arguments in moves]
+        lengths.append(sum(map(len, (*said, *replies, task.payload["skeleton"], *task.payload["entities"]))))
+    assert statistics.mean(lengths) <= 380 - 80  # the signatures of three tools take the rest
+    assert len(tasks) >= 1200
+
+
+def test_order_of_relations_is_shuffled_by_task_and_kept_within_a_group():
+    orders = Counter()
+    for task in SUITE.select("train", "quick"):
+        if graph().kind(task.payload["entities"][0]) == "city":
+            moves = [("get_relations", {"variable": task.payload["entities"][0]})]
+            first, again = play(task, moves)[0], play(task, moves)[0]
+            assert first == again
+            orders[first[0].split()[0]] += 1
+        if orders.total() == 120:
+            break
+    assert len(orders) == 4 and max(orders.values()) < 0.5 * orders.total()
+
+
+# --- rules of the tools ----------------------------------------------------------------------------------------------
+
+
+def quick_two_hop() -> Task:
+    return task_where("quick", lambda t: t.payload["program"][0] == "hop")
+
+
+def test_a_relation_must_be_listed_before_it_is_followed():
+    task = quick_two_hop()
+    (_, look), (_, follow), *_ = gold(task)
+    replies, outcome = play(task, [("get_neighbors", follow), ("get_relations", look), ("get_neighbors", follow)])
+    assert replies[0] == f"call get_relations({look['variable']}) first: what it lists can be used"
+    assert replies[2].startswith("#0: ")
+    assert outcome.reward == 0.0
+
+
+def test_listing_one_variable_does_not_list_another():
+    task = quick_two_hop()
+    moves = gold(task)
+    replies, _ = play(task, [*moves[:2], moves[3]])  # the second hop, without its lookup
+    assert "call get_relations(#0) first" in replies[-1]
+
+
+def test_errors_name_what_was_given_and_what_there_is():
+    task = quick_two_hop()
+    name = task.payload["entities"][0]
+    replies, _ = play(
+        task,
+        [
+            ("get_relations", {"variable": "Atlantis"}),
+            ("get_relations", {"variable": "#3"}),
+            ("get_relations", {"variable": name}),
+            ("get_neighbors", {"variable": name, "relation": "ruler"}),
+        ],
+    )
+    assert replies[0] == f"'Atlantis' is neither a variable nor an entity of the question; there are: {name}"
+    assert replies[1] == "there is no variable '#3'; there are: none yet"
+    assert replies[3] == f"get_relations({name}) did not list 'ruler'; it listed: {', '.join(replies[2].split())}"
+
+
+def test_a_number_has_no_relations():
+    task = task_where("quick", lambda t: t.payload["program"][0] == "count")
+    replies, _ = play(task, [*gold(task)[:-1], ("get_relations", {"variable": "#1"})])
+    assert replies[-1] == "#1 is a number; it has no relations or attributes"
+
+
+def made_task(entities: list[str], program: list[Any]) -> Task:
+    payload = {"skeleton": "? {0}", "entities": entities, "program": program}
+    return KnowledgeGraph.make_task("train", "standard", 0, payload)
+
+
+def test_intersection_of_nothing_in_common_makes_no_variable():
+    task = made_task(["Japan", "Peru"], ["and", ["hop", ["entity", 0], "currency"], ["hop", ["entity", 1], "language"]])
+    look = [("get_relations", {"variable": name}) for name in ("Japan", "Peru")]
+    follow = [("get_neighbors", {"variable": v, "relation": r}) for v, r in
+              (("Japan", "currency"), ("Peru", "currency"), ("Peru", "language"))]  # fmt: skip
+    meet = [("intersection", {"a": "#0", "b": other}) for other in ("#1", "#2", "#9")]
+    replies, _ = play(task, [*look, *follow, *meet, ("count", {"variable": "#0"})])
+    assert replies[5] == "#0 and #1 have nothing in common; no variable was made"
+    assert replies[6] == "#0 holds currency and #2 holds language; only the same type can have a common part"
+    assert replies[7] == "there is no variable '#9'; there are: #0, #1, #2"
+    assert replies[8] == "#3: 1"
+
+
+def test_argmax_and_argmin_need_the_attribute_listed_and_find_the_ends():
+    task = made_task(["France"], ["max", ["hop", ["entity", 0], "neighbour"], "area"])
+    start = gold(task)[:2]
+    use = ("argmax", {"variable": "#0", "attribute": "area"})
+    look = ("get_attributes", {"variable": "#0"})
+    replies, _ = play(task, [*start, use, look, use, ("argmin", use[1]), ("argmax", {**use[1], "attribute": "age"})])
+    assert replies[2].startswith("call get_attributes(#0) first")
+    assert sorted(replies[3].split(", ")) == ["area", "population"]
+    assert replies[4:6] == ["#1: 1 country (Spain)", "#2: 1 country (Monaco)"]
+    assert "did not list 'age'" in replies[6]
+
+
+def test_quick_offers_three_tools_and_standard_all_seven():
+    async def names(level: str) -> list[str]:
+        runner = await open_task(SUITE.select("train", level)[0])
+        return [t["function"]["name"] for t in runner.tools]
+
+    assert asyncio.run(names("quick")) == ["get_relations", "get_neighbors", "count"]
+    assert sorted(asyncio.run(names("standard"))) == [
+        "argmax", "argmin", "count", "get_attributes", "get_neighbors", "get_relations", "intersection"]  # fmt: skip
+
+
+# --- the judge -------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_is_a_set_no_more_and_no_less():
+    # All neighbours are asked for; the currencies of Japan's one would be a subset of nothing, so use real supersets.
+    task = made_task(["Spain"], ["hop", ["hop", ["entity", 0], "neighbour"], "continent"])
+    walk = [
+        ("get_relations", {"variable": "Spain"}),
+        ("get_neighbors", {"variable": "Spain", "relation": "neighbour"}),
+        ("get_neighbors", {"variable": "Spain", "relation": "continent"}),
+        ("get_relations", {"variable": "#0"}),
+        ("get_neighbors", {"variable": "#0", "relation": "continent"}),
+    ]
+    assert graph().follow(["Spain"], "continent") < graph().follow(graph().follow(["Spain"], "neighbour"), "continent")
+    answers = {f"#{k}": play(task, [*walk, ("", {"text": f"Final Answer: #{k}"})])[1] for k in range(3)}
+    assert [answers[k].reward for k in ("#0", "#1", "#2")] == [0.0, 0.0, 1.0]
+    assert 0 < next(c.value for c in answers["#1"].checks if c.name == "f1") < 1
+
+
+def test_another_route_to_the_same_set_is_right():
+    task = made_task(["LHR"], ["hop", ["hop", ["entity", 0], "city"], "country"])
+    look, follow = ("get_relations", {"variable": "LHR"}), ("get_neighbors", {"variable": "LHR", "relation": "country"})
+    assert play(task, [look, follow, ("", {"text": "So. Final Answer: #0"})])[1].success is True
+
+
+def test_text_without_an_answer_is_reminded_and_an_unknown_variable_is_a_wrong_answer():
+    task = quick_two_hop()
+    replies, outcome = play(task, [("", {"text": "I think it is Paris."}), ("", {"text": "Final Answer: #5"})])
+    assert "Final Answer: #k" in replies[0]
+    assert (outcome.status, outcome.reward, outcome.success) == ("completed", 0.0, False)
+
+
+def test_doing_nothing_scores_the_declared_score():
+    assert play(quick_two_hop(), [])[1].reward == KnowledgeGraph.noop_score
+
+
+@settings(max_examples=40, deadline=None)
+@given(text=st.text(max_size=40), level=st.sampled_from(LEVELS))
+def test_any_text_is_answered_never_an_environment_error(text: str, level: str):
+    task = SUITE.select("train", level)[0]
+    moves = [("get_relations", {"variable": text}), ("get_neighbors", {"variable": text, "relation": text}),
+             ("count", {"variable": text}), ("", {"text": text})]  # fmt: skip
+    _, outcome = play(task, moves)
+    assert outcome.status != "environment_error" and outcome.reward == 0.0
+
+
+# --- the graph -------------------------------------------------------------------------------------------------------
+
+
+def test_graph_holds_what_the_sources_say():
+    assert graph().follow(["LHR"], "city") == {"London"}
+    assert graph().follow(["Portugal"], "neighbour") == {"Spain"}
+    assert graph().follow(["Gold"], "block") == {"d-block"}
+    assert graph().follow(["oak"], "kind") == {"wood"}
+    assert graph().follow(graph().follow(["AC/DC"], "album"), "genre") == {"Rock"}
+    assert graph().value("Gold", "atomic number") == 79
+
+
+def test_every_declared_relation_and_attribute_has_data_and_reads_the_same_backwards():
+    for kind, named in RELATIONS.items():
+        entities = graph().entities(kind)
+        present = graph().relations(entities)
+        assert set(present) == set(named), (kind, set(named) - set(present))
+        assert set(graph().attributes(entities)) == set(ATTRIBUTES.get(kind, {})), kind
+        for relation in named.values():
+            found = next((e, t) for e in entities for t in graph().step(e, relation.predicate, relation.inverse))
+            assert graph().kind(found[1]) == relation.target
+            assert found[0] in graph().step(found[1], relation.predicate, not relation.inverse)
+            if relation.single:
+                assert all(len(graph().follow([e], relation.name)) <= 1 for e in entities[:300])
+
+
+# --- floors ----------------------------------------------------------------------------------------------------------
+
+Policy = Callable[[EpisodeRunner, list[str], random.Random, bool], Move]
+
+
+async def success_of(policy: Policy, level: str, size: int) -> float:
+    won = 0
+    for task in sample(level, "train", size):
+        rng = random.Random(f"floor/{task.id}")
+        runner = await open_task(task)
+        replies: list[str] = []
+        for turn in range(runner.max_turns):
+            move = policy(runner, replies, rng, turn == runner.max_turns - 1)
+            replies += [m.text for m in (await runner.act(message(move), turn)).messages]
+            if runner.ended:
+                break
+        won += bool((await runner.finish("turn_limit")).success)
+        await runner.close()
+    return won / size
+
+
+def random_valid(runner: EpisodeRunner, replies: list[str], rng: random.Random, last: bool) -> Move:
+    """A random tool that can be called, with random valid arguments; an answer once there is something to answer."""
+    env = runner.environment
+    assert isinstance(env, KnowledgeGraph)
+    variables = [f"#{i}" for i in range(len(env._variables))]
+    sets = [v for v, known in zip(variables, env._variables, strict=True) if known.kind != "number"]
+    options: dict[str, list[Move]] = {name: [] for name in ("", *(t["function"]["name"] for t in runner.tools))}
+    options[""] = [("", {"text": f"Final Answer: {v}"}) for v in variables]
+    options["get_relations"] = [("get_relations", {"variable": v}) for v in (*env._entities, *sets)]
+    options["count"] = [("count", {"variable": v}) for v in sets]
+    for (lookup, variable), names in env._listed.items():
+        for name in names:
+            if lookup == "get_relations":
+                options["get_neighbors"].append(("get_neighbors", {"variable": variable, "relation": name}))
+            else:
+                for tool in ("argmax", "argmin"):
+                    options[tool].append((tool, {"variable": variable, "attribute": name}))
+    if "intersection" in options:
+        options["get_attributes"] = [("get_attributes", {"variable": v}) for v in sets]
+        options["intersection"] = [
+            ("intersection", {"a": a, "b": b})
+            for a in sets for b in sets
+            if a < b and env._variable(a).values & env._variable(b).values
+        ]  # fmt: skip
+    if last:
+        return rng.choice(options[""] or [("", {"text": "Final Answer: #0"})])
+    return rng.choice(options[rng.choice([name for name, moves in options.items() if moves])])
+
+
+def majority_answer(runner: EpisodeRunner, replies: list[str], rng: random.Random, last: bool) -> Move:
+    """What is answered most often in train, at once."""
+    return "", {"text": _most_common_answer(runner.environment.task.level)}
+
+
+@functools.cache
+def _most_common_answer(level: str) -> str:
+    return Counter(gold(t)[-1][1]["text"] for t in SUITE.select("train", level)).most_common(1)[0][0]
+
+
+def majority_plan(runner: EpisodeRunner, replies: list[str], rng: random.Random, last: bool) -> Move:
+    """The program asked most often in train, whatever is asked."""
+    return _follow_plan(runner, _plans(runner.environment.task.level)[""])
+
+
+def majority_plan_by_type(runner: EpisodeRunner, replies: list[str], rng: random.Random, last: bool) -> Move:
+    """The program asked most often in train about this type of entity: the most that not reading gets."""
+    task = runner.environment.task
+    return _follow_plan(runner, _plans(task.level)[graph().kind(task.payload["entities"][0]) or ""])
+
+
+def _follow_plan(runner: EpisodeRunner, program: list[Any]) -> Move:
+    entities = runner.environment.task.payload["entities"]
+    moves = calls(program, entities if len(entities) > 1 else entities * 2)
+    return moves[min(runner._turns, len(moves) - 1)]
+
+
+@functools.cache
+def _plans(level: str) -> dict[str, list[Any]]:
+    by_kind: dict[str, Counter[str]] = {}
+    for task in SUITE.select("train", level):
+        for kind in ("", graph().kind(task.payload["entities"][0]) or ""):
+            by_kind.setdefault(kind, Counter())[json.dumps(task.payload["program"])] += 1
+    return {kind: json.loads(found.most_common(1)[0][0]) for kind, found in by_kind.items()}
+
+
+def copy_the_prompt(runner: EpisodeRunner, replies: list[str], rng: random.Random, last: bool) -> Move:
+    return "", {"text": runner.messages[-1].text}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("policy", "most"),
+    [
+        (random_valid, 0.05),
+        (majority_answer, 0.0),
+        (majority_plan, 0.10),
+        (majority_plan_by_type, 0.20),
+        (copy_the_prompt, 0.0),
+    ],
+)
+def test_policies_that_do_not_read_fail(level: str, policy: Policy, most: float):
+    size = 60 if policy in (majority_answer, copy_the_prompt) else 400
+    success = asyncio.run(success_of(policy, level, size))
+    print(f"{level} {policy.__name__}: {success:.1%} of {size}")
+    assert success <= most
+
+
+# --- speed -----------------------------------------------------------------------------------------------------------
+
+
+def test_loading_starting_and_acting_are_fast():
+    began = time.process_time()
+    Graph()
+    load_s = time.process_time() - began
+    starts, acts = [], []
+
+    async def measure() -> None:
+        for level in LEVELS:
+            for task in sample(level, "train", 60):
+                began = time.perf_counter()
+                runner = await open_task(task)
+                starts.append(time.perf_counter() - began)
+                for i, move in enumerate(gold(task)):
+                    began = time.perf_counter()
+                    await runner.act(message(move), i)
+                    acts.append(time.perf_counter() - began)
+                await runner.close()
+
+    asyncio.run(measure())
+    ms = [1e3 * seconds for seconds in sorted(acts)]
+    print(f"load {load_s:.2f} s, start {1e3 * statistics.median(starts):.2f} ms")
+    print(f"act {statistics.median(ms):.2f} ms, mean {statistics.mean(ms):.2f}, 99th {ms[int(0.99 * len(ms))]:.2f}")
+    assert load_s < 2
+    assert statistics.median(starts) < 0.005 and statistics.median(acts) < 0.002
