@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -159,6 +160,21 @@ def test_jinja_runs_as_in_transformers(feature: str) -> None:
 def test_a_template_cannot_leave_the_sandbox(text: str) -> None:
     with pytest.raises(ChatError):
         ChatTemplate({"default": text}, {}).render([{"role": "user", "content": ""}], None, False)
+
+
+def test_the_template_of_the_documentation_works(tmp_path: Path) -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs" / "models.md").read_text("utf-8")
+    (template,) = re.findall(r"```jinja\n(.*?)```", text, re.DOTALL)
+    write_model(tmp_path, template)
+    plain = load_chat(tmp_path, "plain")
+    conversation = plain.start([user("hi")], TOOLS)
+    call = Message("assistant", "", (ToolCall("c", "look", '{"a": "x"}'),))
+    conversation.assistant(conversation.render_gold(call), "stop")
+    assert conversation.observe([Message("tool", "dark", name="look")])
+    end = (
+        'Action: look({"a": "x"})<|im_end|>\n<|im_start|>user\nResult of look: dark<|im_end|>\n<|im_start|>assistant\n'
+    )
+    assert plain.decode(conversation.ids).endswith(end)
 
 
 def test_glm_tools_and_special_tokens_are_seen() -> None:

@@ -26,6 +26,8 @@ from springtide.trace import Message, ToolCall
 
 _CACHED_PROMPTS = 512  # a group's members start from one prompt; this many distinct prompts are in flight at most
 
+_CACHED_TOOL_SETS = 256  # one a suite is usual; environments that make tools up must not fill the memory
+
 
 class Chat:
     """Messages to tokens and back, for one model.
@@ -168,6 +170,8 @@ class Chat:
         if key not in self._tools:
             schemas = tuple(ToolSchema(tool) for tool in tools)
             self._check_tools(schemas)
+            if len(self._tools) >= _CACHED_TOOL_SETS:
+                self._tools.clear()
             self._tools[key] = schemas
         return self._tools[key]
 
@@ -178,7 +182,8 @@ class Chat:
         for message in messages:
             view = self.view(message)
             result = self.format.in_text and message.role == "tool"
-            if views and views[-1]["role"] == view["role"] == "user" and (result or joined):
+            both = (views[-1], view) if views else ()
+            if (result or joined) and both and all(v["role"] == "user" and isinstance(v["content"], str) for v in both):
                 views[-1] = views[-1] | {"content": f"{views[-1]['content']}\n\n{view['content']}"}
             else:
                 views.append(view)
