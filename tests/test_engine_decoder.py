@@ -1,0 +1,83 @@
+"""The decoder computes what transformers computes, and says plainly what it cannot."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from engine_models import KINDS, random_ids, tiny
+
+from springtide.models.decoder import (
+    Decoder,
+    DecoderConfig,
+    UnsupportedModel,
+    read_checkpoint,
+    sequence_logprobs,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_equal_transformers(kind: str) -> None:
+    model = tiny(kind)
+    decoder = Decoder(DecoderConfig.read(model.path), read_checkpoint(model.path))
+    ids = random_ids(np.random.default_rng(0), 200)
+    found = sequence_logprobs(decoder, torch.tensor(ids), chunk=1000)  # chunked: a large vocabulary's path
+    np.testing.assert_allclose(found.numpy(), model.logprobs(ids), atol=1e-4)
+
+
+def test_sharded_and_bfloat16_checkpoints_are_read(tmp_path) -> None:
+    model = tiny("qwen3-untied")
+    half = {k: v.to(torch.bfloat16) for k, v in model.tensors().items()}
+    from safetensors.torch import save_file
+
+    names = sorted(half)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, keys in parts.items():
+        save_file({k: half[k] for k in keys}, tmp_path / file)
+    index = {"weight_map": {k: file for file, keys in parts.items() for k in keys}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_text((model.path / "config.json").read_text())
+    ids = torch.tensor(random_ids(np.random.default_rng(1), 50))
+    config = DecoderConfig.read(tmp_path)
+    read = sequence_logprobs(Decoder(config, read_checkpoint(tmp_path)), ids)
+    direct = sequence_logprobs(Decoder(config, {k: v.float() for k, v in half.items()}), ids)
+    assert torch.equal(read, direct)
+    in_bfloat16 = sequence_logprobs(Decoder(config, half, dtype=torch.bfloat16), ids)
+    assert (in_bfloat16 - read).abs().mean() < 0.3
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "known: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type yarn is unknown"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu"),
+    ],
+)
+def test_what_it_cannot_run_is_one_clear_line(change: dict, says: str) -> None:
+    data = json.loads((tiny().path / "config.json").read_text()) | change
+    with pytest.raises(UnsupportedModel, match=says) as error:
+        DecoderConfig.parse(data)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_or_misshapen_weight_is_named() -> None:
+    model = tiny()
+    config = DecoderConfig.read(model.path)
+    tensors = model.tensors()
+    name = "model.layers.1.mlp.down_proj.weight"
+    with pytest.raises(UnsupportedModel, match=name):
+        Decoder(config, {k: v for k, v in tensors.items() if k != name})
+    with pytest.raises(UnsupportedModel, match=name):
+        Decoder(config, {**tensors, name: tensors[name].t()})
+
+
+def test_older_rope_settings_mean_the_same() -> None:
+    """transformers 5 writes rope_parameters; checkpoints of earlier versions have rope_theta and rope_scaling."""
+    data = json.loads((tiny("llama").path / "config.json").read_text())
+    scaling = dict(data.pop("rope_parameters"))
+    old = {**data, "rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    assert DecoderConfig.parse(old).rope == DecoderConfig.read(tiny("llama").path).rope
