@@ -82,9 +82,7 @@ class Optimizer:
     def load_state(self, state: dict[str, Any]) -> None:
         """Raises: ValueError if the state was saved for another optimizer."""
         if len(state["parts"]) != len(self._parts):
-            raise ValueError(
-                f"the checkpoint's optimizer state is not for trainer.optimizer = {self._config.optimizer}"
-            )
+            raise ValueError(f"the saved optimiser state is not for trainer.optimizer = {self._config.optimizer!r}")
         for part, saved in zip(self._parts, state["parts"], strict=True):
             part.load_state_dict(saved)
         self.steps = state["steps"]

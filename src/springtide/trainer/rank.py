@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from transformers.utils import logging as transformers_logging
 
 from springtide.config import Config, make_config
 from springtide.trainer import checkpoint as files
@@ -44,20 +45,16 @@ async def main(socket_path: str, args: dict[str, Any]) -> None:
     rank = Rank()
     loop = asyncio.get_running_loop()
     busy: list[tuple[str, float]] = []
+    transformers_logging.disable_progress_bar()
     with ThreadPoolExecutor(1, "torch", initializer=torch.set_num_threads, initargs=(1,)) as thread:
 
         async def handle(peer: Peer, method: str, payload: dict[str, Any]) -> Any:
             if method == "status":
-                now = time.monotonic()
-                return {
-                    **rank.status(),
-                    "busy": busy[0][0] if busy else None,
-                    "busy_s": now - busy[0][1] if busy else 0.0,
-                }
+                name, since = busy[0] if busy else (None, time.monotonic())
+                return {**rank.status(), "busy": name, "busy_s": time.monotonic() - since}
             if method not in METHODS:
-                raise ValueError(
-                    f"a trainer rank has no method {method!r}; it has {', '.join(sorted(METHODS))}, status"
-                )
+                known = ", ".join(sorted(METHODS))
+                raise ValueError(f"a trainer rank has no method {method!r}; it has status, {known}")
             call: Callable[..., Any] = getattr(rank, method)
 
             def work() -> Any:

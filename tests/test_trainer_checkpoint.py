@@ -1,0 +1,131 @@
+"""Checkpoints continue bit for bit, are refused when a byte changed, and export to what transformers loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from trainer_parts import config, tiny_model, write_groups
+from transformers import AutoModelForCausalLM
+
+from springtide.trainer import checkpoint as files
+from springtide.trainer.checkpoint import CheckpointError
+from springtide.trainer.rank import Rank
+
+SHAPES = [[[(20, 6)], [(12, 4)]], [[(30, 9), (8, 2)], [(9, 1)]]]
+
+
+def open_rank(model: Path, optimizer: str = "adamw", checkpoint: Path | None = None, **options) -> Rank:
+    rank = Rank()
+    settings = config(trainer={"optimizer": optimizer, "lr": 1e-2, "warmup": 4}).model_dump(mode="json")
+    rank.init(settings, str(model), str(checkpoint) if checkpoint else None, **options)
+    return rank
+
+
+def weights(rank: Rank) -> dict[str, torch.Tensor]:
+    return {n: t.clone() for n, t in rank._policy.tensors().items()}
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_resumed_trainer_continues_bit_for_bit(tmp_path, optimizer):
+    model = tiny_model(tmp_path / "model")
+    steps = [tuple(write_groups(tmp_path / "groups", SHAPES, seed=i)) for i in range(4)]
+    straight = open_rank(model, optimizer)
+    figures = [straight.train(items, version=0) for items in steps]
+
+    first = open_rank(model, optimizer)
+    for items in steps[:2]:
+        first.train(items, version=0)
+    first.save(str(tmp_path / "step-2"), {"cursor": [1, 2]})
+    drawn = torch.rand(3)
+    torch.manual_seed(99)
+
+    second = Rank()
+    settings = config(trainer={"optimizer": optimizer, "lr": 1e-2, "warmup": 4}).model_dump(mode="json")
+    reply = second.init(settings, str(model), str(tmp_path / "step-2"))
+    assert reply["extra"] == {"cursor": [1, 2]} and reply["steps"] == 2
+    assert torch.equal(torch.rand(3), drawn), "the random state continues too"
+    resumed = [second.train(items, version=0) for items in steps[2:]]
+    assert_same(weights(straight), weights(second))
+    for a, b in zip(figures[2:], resumed, strict=True):
+        assert {**a, "seconds": 0} == {**b, "seconds": 0}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "extra.json", "config.json"])
+def test_one_changed_byte_in_any_file_is_detected(tmp_path, name):
+    model = tiny_model(tmp_path / "model")
+    open_rank(model).save(str(tmp_path / "c"))
+    files.verify(tmp_path / "c")
+    path = tmp_path / "c" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"{name} is missing or not what was written; resume from the checkpoint"):
+        open_rank(model, checkpoint=tmp_path / "c")
+
+
+def test_a_torn_checkpoint_is_detected(tmp_path):
+    rank = open_rank(tiny_model(tmp_path / "model"))
+    rank.save(str(tmp_path / "c"))
+    (tmp_path / "c" / "optimizer.pt").unlink()
+    with pytest.raises(CheckpointError, match="optimizer.pt is missing"):
+        files.verify(tmp_path / "c")
+    (tmp_path / "c" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="torn"):
+        files.read_state(tmp_path / "c")
+
+
+def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_scratch(tmp_path):
+    rank = open_rank(tiny_model(tmp_path / "model"))
+    rank.save(str(tmp_path / "c"), {"step": 1})
+    with pytest.raises(TypeError):
+        rank.save(str(tmp_path / "c"), {"step": object()})  # fails half way, after the weights were written
+    assert files.read_state(tmp_path / "c")[1] == {"step": 1}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "model"]
+    rank.save(str(tmp_path / "c"), {"step": 2})
+    assert files.read_state(tmp_path / "c")[1] == {"step": 2}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "model"]
+
+
+def test_another_optimiser_is_refused_on_resume(tmp_path):
+    model = tiny_model(tmp_path / "model")
+    open_rank(model, "adamw").save(str(tmp_path / "c"))
+    with pytest.raises(CheckpointError, match="'muon'"):
+        open_rank(model, "muon", checkpoint=tmp_path / "c")
+
+
+def test_an_export_loads_in_transformers_with_equal_log_probs(tmp_path):
+    rank = open_rank(tiny_model(tmp_path / "model"))
+    rank.train(tuple(write_groups(tmp_path / "groups", SHAPES)), version=0)
+    rank.export(str(tmp_path / "out"))
+    ids = np.arange(1, 40, dtype=np.int32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+    with torch.no_grad():
+        rows = torch.from_numpy(ids.astype(np.int64))[None]
+        logits = model(input_ids=rows).logits[0, :-1]
+    want = torch.log_softmax(logits, -1).gather(1, rows[0, 1:, None])[:, 0].numpy()
+    np.testing.assert_allclose(rank._policy.score(ids), want, atol=1e-6)
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "model" / "tokenizer.json").read_bytes()
+
+
+def test_a_reference_pulls_any_published_version(tmp_path):
+    model = tiny_model(tmp_path / "model")
+    items = tuple(write_groups(tmp_path / "groups", SHAPES))
+    trainer = open_rank(model, store=str(tmp_path / "store"))
+    trainer.publish(0)
+    trainer.train(items, version=0)
+    trainer.publish(1)
+    reference = open_rank(model, store=str(tmp_path / "store"), role="reference")
+    for version in (1, 0):
+        assert reference.pull(version) == {"version": version}
+        same = torch.equal(weights(reference)["model.norm.weight"], weights(trainer)["model.norm.weight"])
+        assert same == (version == 1)
+    with pytest.raises(ValueError, match="reference"):
+        reference.train(items, version=0)

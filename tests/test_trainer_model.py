@@ -1,0 +1,87 @@
+"""Loading a model directory: what is wrong with it is one clear line. Log-probs never need the whole logits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainer_parts import VOCAB, tiny_model, write_groups
+from transformers import GraniteConfig, GraniteForCausalLM
+
+from springtide.trainer.data import load_step
+from springtide.trainer.model import ModelError, load_policy
+from springtide.trainer.step import Shape, accumulate_supervised
+
+
+def test_a_missing_path_is_one_clear_line(tmp_path):
+    with pytest.raises(ModelError, match="has no config.json") as error:
+        load_policy(tmp_path / "nowhere")
+    assert "\n" not in str(error.value)
+
+
+def test_a_directory_without_weights_is_one_clear_line(tmp_path):
+    tiny_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="does not load") as error:
+        load_policy(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
+    with pytest.raises(ModelError, match=rf"ids up to {VOCAB + 2}, the model a vocabulary of {VOCAB}"):
+        load_policy(tiny_model(tmp_path, tokens=VOCAB + 3))
+
+
+def test_an_added_token_outside_the_vocabulary_is_refused(tmp_path):
+    tiny_model(tmp_path)
+    data = json.loads((tmp_path / "tokenizer.json").read_text())
+    data["added_tokens"] = [{"id": VOCAB, "content": "<|im_end|>"}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(ModelError, match=f"ids up to {VOCAB}"):
+        load_policy(tmp_path)
+
+
+def test_weights_that_lack_a_tensor_are_refused_not_filled_with_noise(tmp_path):
+    tiny_model(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="lack model.layers.1.mlp.up_proj.weight"):
+        load_policy(tmp_path)
+
+
+def test_an_architecture_that_scales_its_logits_is_refused(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    GraniteForCausalLM(GraniteConfig(vocab_size=32, logits_scaling=3.0, **sizes, **heads)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="changes its logits"):
+        load_policy(tmp_path)
+
+
+class LargestWithVocabulary(TorchDispatchMode):
+    """The most rows any tensor whose last dimension is the vocabulary had."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.vocab, self.rows = vocab, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor) and t.ndim and t.shape[-1] == self.vocab:
+                self.rows = max(self.rows, t.numel() // self.vocab)
+        return out
+
+
+@pytest.mark.parametrize("chunk", [40, 1000])
+def test_logits_never_exist_for_more_than_a_chunk_of_tokens(tmp_path, chunk):
+    vocab = 509  # a prime: no other tensor of the model has this width
+    policy = load_policy(tiny_model(tmp_path, vocab=vocab))
+    data = load_step(write_groups(tmp_path, [[[(50, 40)], [(50, 40)]]]), "token_mean")
+    with LargestWithVocabulary(vocab) as seen:
+        accumulate_supervised(policy, data, Shape(8192, chunk, 1.0))
+    assert seen.rows == min(chunk, data.loss_tokens)
