@@ -26,7 +26,7 @@ from springtide.suites.household.generate import KINDS, MAX_TURNS, SIZES, draw
 from springtide.suites.household.phrases import PHRASES
 from springtide.suites.household.tables import COLOURS, RECEPTACLES, THINGS
 from springtide.suites.household.text import reply_text, seen_in
-from springtide.suites.household.world import TOOLS, Call, Done, Goal, Impossible, Seen, World, kind_of, world_of
+from springtide.suites.household.world import TOOLS, Call, Goal, Impossible, Seen, World, kind_of, world_of
 from springtide.trace import Message, Outcome, ToolCall
 
 LEVELS = ("quick", "standard")
@@ -129,9 +129,10 @@ def test_tasks_are_distinct_and_the_same_whenever_asked(level: str, split: str):
     assert [t.index for t in tasks[:20] if "dev" in t.tags] == ([9, 19] if split == "train" else [])
 
 
-def test_another_process_with_another_hash_seed_draws_the_same_tasks():
+def test_another_process_with_another_hash_seed_draws_the_same_tasks_without_torch():
     script = (
-        "import json; from springtide.suites.household.generate import draw;"
+        "import json, sys; from springtide.suites.household.generate import draw; import springtide.suites.household;"
+        "assert 'torch' not in sys.modules;"
         "print(json.dumps([draw(s, l, 3) for s in ('train', 'test', 'ood') for l in ('quick', 'standard')]))"
     )
     ours = json.dumps([draw(split, level, 3) for split in SPLITS for level in LEVELS])
@@ -298,10 +299,8 @@ def test_replies_show_only_what_lies_in_the_open_where_the_agent_stands(level: s
         rng = random.Random(p["prompt"])
         assert not any(name in re.split(r"[ .,:\n]+", p["prompt"]) for name, _, _ in p["items"] if level == "quick")
         for _ in range(30):
-            call = rng.choice(world.valid(TOOLS[level]))
-            held = world.held
+            call, held = rng.choice(world.valid(TOOLS[level])), world.held
             text = reply_text(level, world.act(*call))
-            assert world.at is not None or call[0] in ("inventory",)
             visible = {i.name for i in world.at.holds} if world.at is not None and world.at.is_open else set()
             visible |= {i.name for i in (held, world.held) if i is not None}
             words = text.replace(",", " ").replace(".", " ").split()
@@ -471,10 +470,8 @@ def test_a_failed_action_is_answered_costs_a_turn_and_the_turn_limit_ends_the_ep
 def test_a_level_offers_its_own_tools_and_turns():
     async def opened(level: str) -> tuple[list[str], int, str]:
         runner = await EpisodeRunner.open(Household(SUITE.tasks("train", level)[0]))
-        try:
-            return [tool["function"]["name"] for tool in runner.tools], runner.max_turns, runner.messages[0].text
-        finally:
-            await runner.close()
+        await runner.close()
+        return [tool["function"]["name"] for tool in runner.tools], runner.max_turns, runner.messages[0].text
 
     for level in LEVELS:
         names, turns, text = asyncio.run(opened(level))
@@ -593,30 +590,16 @@ def test_guessing_the_commonest_object_of_a_place_fails_at_quick():
 # --- speed -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_task_starts_in_a_millisecond_and_an_action_takes_a_fraction_of_it():
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_start_and_an_action_take_far_less_than_a_model_step(level: str):
     """Processor time, so that other work on the machine does not count; the limits leave room for a slow one."""
-    for level in LEVELS:
-        before = time.process_time()
-        worlds = [world_of(draw("train", level, index)) for index in range(200)]
-        start_s = (time.process_time() - before) / 200
-        rng, actions = random.Random(0), 0
-        choices = [[rng.choice(w.valid(("go",))) for _ in range(1)] for w, _ in worlds]
-        before = time.process_time()
-        for (world, goal), calls in zip(worlds, choices, strict=True):
-            for call in calls:
-                reply_text(level, world.act(*call))
-                goal.holds(world)
-                actions += 1
-        act_s = (time.process_time() - before) / actions
-        assert start_s < 0.002 and act_s < 0.0002
-
-
-def test_importing_the_suite_brings_in_no_torch():
-    script = "import sys, springtide.suites.household as h; sys.exit('torch' in sys.modules or not h.SUITE)"
-    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
-
-
-def test_done_and_seen_are_all_an_action_returns():
-    world, _ = world_of(draw("train", "standard", 0))
-    for call in world.valid(TOOLS["standard"]):
-        assert isinstance(world_of(draw("train", "standard", 0))[0].act(*call), Seen | Done)
+    before = time.process_time()
+    worlds = [world_of(draw("train", level, index)) for index in range(200)]
+    start_s = (time.process_time() - before) / 200
+    before = time.process_time()
+    for world, goal in worlds:
+        for place in world.places:
+            reply_text(level, world.act("go", {"place": place}))
+            goal.holds(world)
+    act_s = (time.process_time() - before) / sum(len(world.places) for world, _ in worlds)
+    assert start_s < 0.002 and act_s < 0.0002
