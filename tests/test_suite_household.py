@@ -76,9 +76,6 @@ def succeeds(payload: dict[str, Any], calls: list[Call], turns: int) -> bool:
     return False
 
 
-# --- tasks -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_suite_is_registered_by_name():
     assert load_suite("household").environment.__name__ == "Household"
     assert SUITE.levels == LEVELS
@@ -457,9 +454,6 @@ def test_at_quick_the_object_is_known_by_its_colour():
     assert not reaches(goal, "go shelf; take mug; go table; put table", places, items)
 
 
-# --- the session -----------------------------------------------------------------------------------------------------
-
-
 def test_a_failed_action_is_answered_costs_a_turn_and_the_turn_limit_ends_the_episode():
     calls: list[Call] = [("take", {"object": "moon"})] * MAX_TURNS["quick"]
     outcome, replies = asyncio.run(episode("train", "quick", 0, calls))
@@ -585,9 +579,6 @@ def test_guessing_the_commonest_object_of_a_place_fails_at_quick():
     for some in (payloads("train", "quick", 2400)[2000:], payloads("test", "quick", 600)):
         won = sum(succeeds(p, blind(p, "quick", [guess.get(first(p), "cup")]), MAX_TURNS["quick"]) for p in some)
         assert won / len(some) < 0.10
-
-
-# --- speed -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", LEVELS)
