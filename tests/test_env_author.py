@@ -294,7 +294,7 @@ def test_the_checker_finds_what_is_wrong() -> None:
         Untagged: ("tasks", "calls itself"),
     }
     for environment, (check, text) in expected.items():
-        verdict, detail = examine(environment, tasks=4)[check]
+        verdict, detail = examine(environment, tasks=3)[check]
         assert verdict == "failed" and text in detail, (environment, check, detail)
 
 

@@ -139,7 +139,7 @@ NAMES = tuple(Typed.tools["take"].parameters)
 TYPES: dict[str, Any] = {"text": str, "whole": int, "real": float, "flag": bool, "choice": str, "number": int}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=5), JSON, max_size=3))
 def test_arguments_are_of_their_declared_types_or_rejected_in_one_line(arguments: dict[str, Any]) -> None:
     try:
