@@ -6,7 +6,8 @@ Called by: `quick`, `standard`, `judge`, `environment`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sqlite3
+from dataclasses import dataclass, field
 from typing import Any
 
 from springtide.suites.db.copies import COPIES, Copies
@@ -30,7 +31,7 @@ class Question:
     entities: tuple[str, ...]
     lookups: tuple[str, ...]
     answer: str
-    copies: Copies
+    copies: Copies = field(repr=False)
     writes: bool = False
     ordered: bool = False
     unique: tuple[str, ...] = ()
@@ -39,7 +40,7 @@ class Question:
 def is_fair(question: Question, all_differ: bool) -> bool:
     """Whether gold is right and no constant is. Asked once, when the suite's data is built.
 
-    Every `unique` statement gives 1 on each copy. A writing answer changes some rows of each. Another's result on the
+    Every `unique` statement gives 1 on each copy. A writing answer changes some values of each. Another's result on the
     original holds no NULL, is neither empty nor zero nor long, and differs on a perturbed copy (on each, with
     `all_differ`).
     """
@@ -49,20 +50,27 @@ def is_fair(question: Question, all_differ: bool) -> bool:
         try:
             if any(connection.execute(sql).fetchone() != (1,) for sql in question.unique):
                 return False
-            cursor = connection.execute(question.answer)
-            if question.writes and not 0 < cursor.rowcount <= _MOST_CHANGES:
-                return False
-            answers.append(cursor.fetchmany(_MOST_ROWS + 1))
+            if question.writes:
+                if not _changes_something(connection, question.answer):
+                    return False
+                continue
+            answers.append(connection.execute(question.answer).fetchmany(_MOST_ROWS + 1))
         finally:
             connection.close()
         first = answers[0]
-        if question.writes:
-            continue
         if not 0 < len(first) <= _MOST_ROWS or any(v is None for row in first for v in row) or first == [(0,)]:
             return False
         if all_differ and copy and answers[copy] == first:
             return False
     return question.writes or any(other != answers[0] for other in answers[1:])
+
+
+def _changes_something(connection: sqlite3.Connection, sql: str) -> bool:
+    """Whether a write leaves its table other than it was: setting what was so already is no task."""
+    table = sql.removeprefix("UPDATE ").removeprefix("DELETE FROM ").removeprefix("INSERT INTO ").split()[0]
+    before = connection.execute(f"SELECT * FROM {table}").fetchall()
+    changed = connection.execute(sql).rowcount
+    return 0 < changed <= _MOST_CHANGES and connection.execute(f"SELECT * FROM {table}").fetchall() != before
 
 
 def literal(value: Any) -> str:

@@ -155,7 +155,7 @@ def _ask(
         if not named:
             return None
         row = rng.choice(named)
-        name = row[table.index(label.name)]
+        name = str(row[table.index(label.name)])
         parts["X"], entities = name, (name,)
         if recipe.kind == "lookup":
             answer = f"SELECT {c} FROM {t} WHERE {lab}='{name}'"

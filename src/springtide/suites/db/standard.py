@@ -90,7 +90,8 @@ def make(recipe: Recipe, side: Side, library: Library, rng: random.Random) -> Qu
     used = [t for t in names.tables if re.search(rf"\{{:?{t}[.}}]", draft.sql)]
     lookups = ("PRAGMA table_list", *(f"PRAGMA table_info({names.tables[t]})" for t in used))
     text, skeleton = sentence(rng.choice(draft.texts), **draft.parts)
-    entities = tuple(v for k, v in draft.parts.items() if k in ("X", "V"))
+    # A bare number (a year, a size) is a bound, not a name: both sides may utter it.
+    entities = tuple(v for k, v in draft.parts.items() if k in ("X", "V") and not re.fullmatch(r"[\d.-]+", v))
     copies = ImageCopies(pen.database, names, library.images(recipe.database, side))
     return Question(
         text, skeleton, entities, lookups, names.fill(draft.sql), copies, draft.writes, draft.ordered,
