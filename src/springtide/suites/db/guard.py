@@ -2,15 +2,16 @@
 
 Owns: the authorizer, the instruction budget, size limits, the rendering of results. Invariants: no statement reads or
 writes outside the in-memory database, changes its schema or its settings; a statement ends after a fixed number of
-virtual-machine instructions (so the limit does not depend on the machine's load); a result is never longer than its
-limits. Everything a statement can do wrong is one `SqlError`.
-Called by: `environment` (the policy's calls), `judge` (replay on the copies), `library` (gold).
+virtual-machine instructions, so that the limit does not depend on the machine's load (processor time is a second net);
+a result is never longer than its limits. Everything a statement can do wrong is one `SqlError`.
+Called by: `environment` (the policy's calls), `judge` (replay on the copies).
 """
 
 from __future__ import annotations
 
 import re
 import sqlite3
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,11 @@ _PRAGMAS = {"table_info", "table_xinfo", "table_list", "foreign_key_list", "inde
 _NO_FUNCTIONS = {
     "load_extension", "random", "randomblob", "sqlite_version", "sqlite_source_id", "zeroblob", "printf", "format",
 }  # fmt: skip
-_STEP = 1000  # instructions between two looks at the budget
+_STEP = 200  # instructions between two looks at the budget
+# A text function compares up to length squared bytes in one instruction: short values keep that to milliseconds, and
+# processor time stops what still adds up.
+_LONGEST_VALUE = 10_000
+_MOST_CPU_S = 1.0
 _INFO = re.compile(r"\s*PRAGMA\s+(?:main\s*\.\s*)?table_x?info\b", re.I)
 _LIST = re.compile(r"\s*PRAGMA\s+(?:main\s*\.\s*)?table_list\b", re.I)
 
@@ -60,11 +65,11 @@ class GuardedConnection:
         self._connection, self._caps = connection, caps
         self.touched: set[str] = set()
         self._writing: set[str] = set()
-        self._left = 0
+        self._left, self._until = 0, 0.0
         self._refused = ""
         connection.text_factory = lambda data: data.decode("utf-8", "replace")
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 200_000)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
         connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, 4_000)
         connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 200)
         connection.setlimit(sqlite3.SQLITE_LIMIT_EXPR_DEPTH, 100)
@@ -74,6 +79,7 @@ class GuardedConnection:
     def run(self, sql: str, max_rows: int) -> Result:
         """Run one statement and fetch at most `max_rows` rows. Raises: SqlError."""
         self._left, self._refused = self._caps.instructions // _STEP, ""
+        self._until = time.thread_time() + _MOST_CPU_S
         self._writing = set()
         try:
             cursor = self._connection.execute(sql)
@@ -115,6 +121,8 @@ class GuardedConnection:
 
     def _tick(self) -> int:
         self._left -= 1
+        if time.thread_time() > self._until:
+            self._left = -1
         return int(self._left < 0)
 
     def _explain(self, error: BaseException) -> str:

@@ -161,11 +161,14 @@ def _ask(
             answer = f"SELECT {c} FROM {t} WHERE {lab}='{name}'"
         elif recipe.kind == "update":
             pool = [v for v in library.pool(recipe.database, side, table.name, column.name) if short(v)]
-            pool = [v for v in pool if v != row[table.index(column.name)]]
+            pool = [
+                v for v in pool if v != row[table.index(column.name)] and (not isinstance(v, str) or may_name(side, v))
+            ]
             if not pool:
                 return None
             value = rng.choice(pool)
             parts["W"] = literal(value)
+            entities += (value,) if isinstance(value, str) else ()
             answer, writes = f"UPDATE {t} SET {c}={literal(value)} WHERE {lab}='{name}'", True
         else:
             assert parent is not None and parent.key is not None
