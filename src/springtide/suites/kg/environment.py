@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from springtide.env import Check, Environment, Limits, Outcome, Requires, Task, TaskList, ToolError, tool
 from springtide.suites.kg.programs import Value, calls, evaluate
+from springtide.suites.kg.schema import plural
 
 if TYPE_CHECKING:
     from springtide.suites.kg.graph import Graph
@@ -47,7 +48,7 @@ def _questions() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """What a tool found: names of entities of one or more types, or (`kind` "number") one number."""
+    """What a tool found: names of entities of one type, `kind`, or (kind "number") one number."""
 
     values: Value
     kind: str
@@ -133,7 +134,7 @@ class KnowledgeGraph(Environment):
         common = left.values & right.values
         if not common and left.kind != right.kind:
             raise ToolError(
-                f"{a} holds {left.kind} and {b} holds {right.kind}; only the same type can have a common part"
+                f"{a} holds {plural(left.kind)} and {b} {plural(right.kind)}; only the same type can have a common part"
             )
         if not common:
             raise ToolError(f"{a} and {b} have nothing in common; no variable was made")
@@ -245,7 +246,7 @@ class KnowledgeGraph(Environment):
     def _make(self, values: Value, kind: str | None = None) -> str:
         """A new variable, and the reply that tells of it."""
         if kind is None:
-            kind = " or ".join(sorted({self.shared.kind(value) or "" for value in values}))
+            kind = self.shared.kind(min(values)) or ""  # a relation leads to one type
         self._variables.append(Variable(values, kind))
         name = f"#{len(self._variables) - 1}"
         if kind == "number":
@@ -253,4 +254,4 @@ class KnowledgeGraph(Environment):
         if self._quick:
             return f"{name}: {kind}"
         shown = ", ".join(sorted(values)[:_SHOWN]) + (", ..." if len(values) > _SHOWN else "")
-        return f"{name}: {len(values)} {kind} ({shown})"
+        return f"{name}: {len(values)} {kind if len(values) == 1 else plural(kind)} ({shown})"

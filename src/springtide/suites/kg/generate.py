@@ -19,7 +19,7 @@ from typing import Any
 
 from springtide.suites.kg.graph import Graph
 from springtide.suites.kg.programs import Program, Value, evaluate, steps
-from springtide.suites.kg.schema import ATTRIBUTES, QUICK, RELATIONS
+from springtide.suites.kg.schema import ATTRIBUTES, QUICK, RELATIONS, plural
 
 SIZES = {"train": 1600, "test": 500, "ood": 400}
 Row = tuple[str, Program, tuple[str, ...]]  # text with places, program, entities
@@ -51,7 +51,7 @@ def _pack(splits: dict[str, list[Row]]) -> dict[str, Any]:
 # --- quick: two steps from one short name, or a count after one ------------------------------------------------------
 
 QUICK_STARTS = ("airport", "city", "country", "region", "track", "album", "artist", "composer")
-_PLAIN = re.compile(r"[A-Z][A-Za-z ]{1,11}")  # short names, made of what any small vocabulary spells
+_PLAIN = re.compile(r"[A-Z][A-Za-z ]{1,9}")  # short names, made of what any small vocabulary spells
 _WORDINGS = (
     "What is the {b} of the {a} of {x}?",
     "Name the {b} of {x}'s {a}.",
@@ -123,7 +123,7 @@ def _draw_quick(split: str, plans: dict[tuple[str, str, str], dict[str, list[str
         wordings = (_COUNTS, _WORDINGS) if not new_wording else (_OOD_COUNTS, _OOD_WORDINGS)
         wording = rng.choice(wordings[0 if counting else 1])
         if counting:
-            text = wording.format(a=RELATIONS[kind][a].many if kind == "country" else _plural(a), x="{0}")
+            text = wording.format(a=plural(a), x="{0}")
             program: Program = ["count", ["hop", ["entity", 0], a]]
         else:
             other = rng.choice((a, b)) if rng.random() < _SYNONYM_SHARE else ""
@@ -133,10 +133,6 @@ def _draw_quick(split: str, plans: dict[tuple[str, str, str], dict[str, list[str
         entity = rng.choice(plans[kind, a, b][part])
         rows.setdefault((text, entity), (text, program, (entity,)))
     return list(rows.values())
-
-
-def _plural(name: str) -> str:
-    return name[:-1] + "ies" if name.endswith("y") else name + "s"
 
 
 # --- standard: the whole graph and all tools -------------------------------------------------------------------------
@@ -345,6 +341,10 @@ def _gate(program: Program, entities: list[str], graph: Graph) -> bool:
     elif any(graph.follow([e], r) == answer for e in entities for r in graph.relations([e])):
         return False
     for part in (program, *_parts(program)):
+        if part[0] == "and":
+            left, right = (evaluate(side, entities, graph) for side in part[1:])
+            if left <= right or right <= left:
+                return False
         if part[0] in ("max", "min"):
             among = evaluate(part[1], entities, graph)
             known = sum(graph.value(e, part[2]) is not None for e in among)

@@ -83,6 +83,8 @@ class Graph:
             for relation in self.own(entity):
                 if relation.name not in found and relation.name in view.get(relation.source, ()):
                     found[relation.name] = relation
+            if len(found) == len(view.get(self.kind(entity) or "", ())):  # a set is of one type
+                break
         return found
 
     def follow(self, entities: Iterable[str], name: str) -> Entities:

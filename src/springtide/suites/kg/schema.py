@@ -40,6 +40,13 @@ class Attribute:
     low: str
 
 
+def plural(noun: str) -> str:
+    """The plural of a noun of this schema."""
+    if noun.endswith("series"):
+        return noun
+    return noun[:-1] + "ies" if noun.endswith("y") and noun[-2] not in "aeiou" else noun + "s"
+
+
 RELATIONS: dict[str, dict[str, Relation]] = {}
 ATTRIBUTES: dict[str, dict[str, Attribute]] = {}
 
@@ -56,7 +63,7 @@ def _relation(
 ) -> None:
     """Declare a relation; `of` names the forward declaration ("type.name") whose triples it reads backwards."""
     one, _, many = (words or name).partition("/")
-    many = many or (one[:-1] + "ies" if one.endswith("y") and one[-2] not in "aeiou" else one + "s")
+    many = many or plural(one)
     inverse = bool(of)
     RELATIONS.setdefault(source, {})[name] = Relation(
         source, name, of or f"{source}.{name}", target, inverse, single, one, many, phrase
@@ -143,7 +150,7 @@ _relation("employee", "client", "customer", of="customer.agent", words="customer
 _relation("element", "group", "group", single=True)
 _relation("element", "period", "period", single=True)
 _relation("element", "block", "block", single=True)
-_relation("element", "series", "series", single=True, words="series/series")
+_relation("element", "series", "series", single=True, words="series")
 _relation("element", "lattice", "lattice", single=True, words="crystal lattice")
 _relation("element", "affinity", "affinity", single=True, words="geochemical affinity")
 _relation("element", "discoverer", "discoverer")
