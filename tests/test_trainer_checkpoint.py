@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from trainer_parts import config, tiny_model, write_groups
 from transformers import AutoModelForCausalLM
 
 from springtide.trainer import checkpoint as files
 from springtide.trainer.checkpoint import CheckpointError
 from springtide.trainer.rank import Rank
+from trainer_parts import config, tiny_model, write_groups
 
 SHAPES = [[[(20, 6)], [(12, 4)]], [[(30, 9), (8, 2)], [(9, 1)]]]
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer_parts import VOCAB, tiny_model, write_groups
 from transformers import GraniteConfig, GraniteForCausalLM
 
 from springtide.trainer.data import load_step
 from springtide.trainer.model import ModelError, load_policy
 from springtide.trainer.step import Shape, accumulate_supervised
+from trainer_parts import VOCAB, tiny_model, write_groups
 
 
 def test_a_missing_path_is_one_clear_line(tmp_path):
@@ -58,7 +58,7 @@ def test_an_architecture_that_scales_its_logits_is_refused(tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     GraniteForCausalLM(GraniteConfig(vocab_size=32, logits_scaling=3.0, **sizes, **heads)).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="changes its logits"):
+    with pytest.raises(ModelError, match="scales or caps its logits"):
         load_policy(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Micro-batches: every token once, little padding, and the same numbers as one segment at a time."""
+"""Micro-batches: every token once, shared beginnings computed once, the same numbers as one segment at a time."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_parts import segment, task, tiny_model, trajectory, write_groups
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from springtide.trace import Group
 from springtide.trainer.data import DataError, Row, load_step
 from springtide.trainer.model import Policy, load_policy
 from springtide.trainer.packing import collate, plan
 from springtide.trainer.step import Shape, compute_logprobs
+from trainer_parts import VOCAB, segment, task, tiny_model, trajectory, write_groups
 
-lengths = st.lists(st.integers(2, 200), min_size=1, max_size=40)
+# Segments grow as a random tree: each continues a prefix of an earlier one, as members of a group do.
+forests = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 60), st.integers(2, 60)), min_size=1, max_size=24)
 
 
 @pytest.fixture(scope="module")
@@ -23,57 +25,118 @@ def policy(tmp_path_factory) -> Policy:
     return load_policy(tiny_model(tmp_path_factory.mktemp("model")))
 
 
-def rows_of(sizes: list[int], seed: int = 0) -> list[Row]:
+def rows_of(forest: list[tuple[int, int, int]], seed: int = 0) -> list[Row]:
+    """One row a (parent, shared, new): the first `shared` tokens of an earlier row, then `new` random ones."""
     rng = np.random.default_rng(seed)
-    out = []
-    for i, size in enumerate(sizes):
-        s = segment(rng, size, int(rng.integers(1, size)))
-        at = np.flatnonzero(s.loss_mask)
-        out.append(Row(("t", 0, i, 0), s.ids, at, s.logprobs[at], s.versions[at], 1.0, 1.0))
+    out: list[Row] = []
+    for i, (parent, shared, new) in enumerate(forest):
+        s = segment(rng, new, int(rng.integers(1, new)))
+        begin = out[parent % i].ids[:shared] if i else s.ids[:0]
+        ids = np.concatenate([begin, s.ids]).astype(np.int32)
+        at = np.flatnonzero(rng.random(len(ids)) < 0.5)
+        at = at[at > 0] if (at > 0).any() else np.array([1])
+        rollout = -rng.random(len(at)).astype(np.float32)
+        out.append(Row((f"t{i}", 0, 0, 0), ids, at, rollout, np.zeros(len(at), np.int64), 1.0, 1.0))
     return out
 
 
-@given(lengths, st.integers(1, 600))
-def test_every_segment_lies_in_one_micro_batch_within_the_budget(sizes, budget):
-    batches = plan(sizes, budget)
-    assert sorted(i for b in batches for i in b) == list(range(len(sizes)))
+def nodes(rows: list[Row]) -> int:
+    """How many different non-empty beginnings the rows have: the nodes of their prefix tree."""
+    return len({r.ids[: n + 1].tobytes() for r in rows for n in range(len(r))})
+
+
+@given(forests, st.integers(1, 600))
+def test_every_segment_lies_in_one_micro_batch_within_the_budget(forest, budget):
+    rows = [r.ids for r in rows_of(forest)]
+    batches = plan(rows, budget)
+    assert sorted(i for b in batches for i in b) == list(range(len(rows)))
     for b in batches:
-        padded = len(b) * max(sizes[i] for i in b)
+        padded = len(b) * max(len(rows[i]) for i in b)
         assert padded <= budget or len(b) == 1
 
 
-@given(lengths)
-def test_every_action_token_is_collated_once_with_its_own_prediction(sizes):
-    rows = rows_of(sizes)
+@given(forests)
+def test_a_micro_batch_computes_each_shared_beginning_once(forest):
+    rows = rows_of(forest)
+    rows = [rows[i] for i in _sorted(rows)]
     batch = collate(rows, torch.device("cpu"))
-    width = batch.ids.shape[1]
-    assert len(batch.targets) == sum(len(r.at) for r in rows)
-    assert len(set(batch.predict.tolist())) == len(batch.predict)
-    for place, target, row in zip(batch.predict.tolist(), batch.targets.tolist(), batch.row.tolist()):
-        assert place // width == row
-        assert rows[row].ids[place % width + 1] == target
-    assert int((batch.ids != 0).sum()) == sum(int((r.ids != 0).sum()) for r in rows)
+    assert batch.ids.numel() == nodes(rows)
+    gather = batch.tree.gather.view(len(rows), -1).numpy()
+    ids, positions = batch.ids[0].numpy(), batch.positions[0].numpy()
+    for i, r in enumerate(rows):
+        np.testing.assert_array_equal(ids[gather[i, : len(r)]], r.ids)
+        np.testing.assert_array_equal(positions[gather[i, : len(r)]], np.arange(len(r)))
+    np.testing.assert_array_equal(gather.reshape(-1)[batch.tree.scatter.numpy()], np.arange(len(ids)))
 
 
-def test_mixed_lengths_leave_little_padding():
+def _sorted(rows: list[Row]) -> list[int]:
+    return sorted(range(len(rows)), key=lambda i: tuple(rows[i].ids.tolist()))
+
+
+@given(forests)
+def test_every_action_token_keeps_its_own_prediction(forest):
+    rows = rows_of(forest)
+    rows = [rows[i] for i in _sorted(rows)]
+    batch = collate(rows, torch.device("cpu"))
+    assert len(batch.pair) == len(batch.row) == sum(len(r.at) for r in rows)
+    assert len(set(zip(batch.predict.tolist(), batch.targets.tolist()))) == len(batch.predict), "pairs are distinct"
+    gather = batch.tree.gather.view(len(rows), -1)
+    k = 0
+    for i, r in enumerate(rows):
+        for at in r.at:
+            assert batch.predict[batch.pair[k]] == gather[i, at - 1]
+            assert batch.targets[batch.pair[k]] == r.ids[at]
+            assert batch.row[k] == i
+            k += 1
+
+
+def test_a_group_costs_its_prompt_once_and_little_padding():
     rng = np.random.default_rng(0)
-    sizes = np.concatenate([rng.integers(30, 150, 180), rng.integers(400, 2000, 12)]).tolist()
-    batches = plan(sizes, 8192)
-    padded = sum(len(b) * max(sizes[i] for i in b) for b in batches)
-    assert padded / sum(sizes) < 1.05
+    rows = []
+    for _ in range(24):
+        prompt = rng.integers(0, VOCAB, 60)
+        rows += [np.concatenate([prompt, rng.integers(0, VOCAB, rng.integers(40, 80))]) for _ in range(8)]
+    rows = [r.astype(np.int32) for r in rows]
+    batches = plan(rows, 8192)
+    computed = sum(collate([_row(rows[i]) for i in b], torch.device("cpu")).ids.numel() for b in batches)
+    tokens = sum(map(len, rows))
+    assert computed <= tokens - 24 * 7 * 60 + 8 * 60 * len(batches)
+    assert sum(len(b) * max(len(rows[i]) for i in b) for b in batches) < 1.3 * tokens
 
 
-@settings(max_examples=15, deadline=None)
-@given(lengths, st.integers(20, 1000), st.integers(0, 100))
-def test_packed_log_probs_equal_one_by_one(policy, sizes, budget, seed):
-    rows = rows_of(sizes, seed)
-    data = _step(rows)
-    packed = compute_logprobs(policy, data, Shape(budget, 16, 0.8))
+def _row(ids: np.ndarray) -> Row:
+    at = np.array([len(ids) - 1])
+    return Row(("t", 0, 0, 0), ids, at, np.zeros(1, np.float32), np.zeros(1, np.int64), 1.0, 1.0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(forests, st.integers(20, 2000), st.integers(0, 100))
+def test_packed_log_probs_equal_one_by_one(policy, forest, budget, seed):
+    rows = rows_of(forest, seed)
+    packed = compute_logprobs(policy, _step(rows), Shape(budget, 16, 0.8))
     for row, got in zip(rows, packed, strict=True):
         with torch.no_grad():
             logits = policy.model(input_ids=torch.from_numpy(row.ids.astype(np.int64))[None]).logits[0] / 0.8
         want = torch.log_softmax(logits, -1)[row.at - 1, row.ids[row.at].astype(np.int64)].numpy()
-        np.testing.assert_allclose(got, want, atol=1e-5)
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_a_sliding_window_is_kept(tmp_path):
+    """Gemma 3's local layers: a row longer than the window must not see beyond it."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": VOCAB}
+    layers = ["sliding_attention", "full_attention"]
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1}
+    settings = Gemma3TextConfig(**sizes, **heads, sliding_window=5, layer_types=layers, initializer_range=0.3)
+    Gemma3ForCausalLM(settings).save_pretrained(tmp_path)
+    policy = load_policy(tmp_path)
+    plain = Gemma3ForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32)
+    rows = rows_of([(0, 0, 40), (0, 20, 15), (1, 8, 30)])
+    for row, got in zip(rows, compute_logprobs(policy, _step(rows), Shape(1000, 100, 1.0)), strict=True):
+        with torch.no_grad():
+            logits = plain(input_ids=torch.from_numpy(row.ids.astype(np.int64))[None]).logits[0]
+        want = torch.log_softmax(logits, -1)[row.at - 1, row.ids[row.at].astype(np.int64)].numpy()
+        np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 def _step(rows: list[Row]):
@@ -115,7 +178,7 @@ def test_an_advantage_that_is_not_finite_is_refused(tmp_path):
 
 
 def test_a_token_outside_the_vocabulary_is_named(policy):
-    row = rows_of([5])[0]
+    row = rows_of([(0, 0, 5)])[0]
     bad = Row(row.key, np.full(5, 99, np.int32), row.at, row.rollout, row.versions, 1.0, 1.0)
     with pytest.raises(ValueError, match="token id 99"):
         compute_logprobs(policy, _step([bad]), Shape(100, 100, 1.0))

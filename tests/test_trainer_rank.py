@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trainer_parts import config, segment, task, tiny_model, trajectory, write_groups
 
 from springtide.process import Process, start_process
 from springtide.trace import Group
 from springtide.trainer.data import read_logprobs
 from springtide.trainer.rank import Rank
 from springtide.wire import RemoteError
+from trainer_parts import config, segment, task, tiny_model, trajectory, write_groups
 
 SHAPES = [[[(30, 12)], [(24, 9)], [(40, 20)]], [[(16, 5), (12, 4)], [(33, 15)], [(20, 8)]]]
 ENTRY = "springtide.trainer.rank:main"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from trainer_parts import config, tiny_model, write_groups
 
 from springtide.trace import Group
 from springtide.trainer.data import load_step
@@ -15,6 +15,7 @@ from springtide.trainer.model import Policy, load_policy
 from springtide.trainer.muon import orthogonalise
 from springtide.trainer.optim import Optimizer
 from springtide.trainer.step import Shape, accumulate_policy, accumulate_supervised
+from trainer_parts import config, tiny_model, write_groups
 
 AGGREGATIONS = ("token_mean", "trajectory_mean", "segment_mean")
 # Members of one and of several segments, short and long, few and many action tokens.
@@ -30,9 +31,22 @@ def policy(tmp_path_factory) -> Policy:
     return load_policy(tiny_model(tmp_path_factory.mktemp("model")))
 
 
-@pytest.fixture(scope="module")
-def items(tmp_path_factory) -> list[dict]:
-    return write_groups(tmp_path_factory.mktemp("groups"), SHAPES)
+@pytest.fixture(scope="module", params=["apart", "alike"])
+def items(request, tmp_path_factory) -> list[dict]:
+    """Random segments, and the same with the beginnings of each group's members made equal."""
+    items = write_groups(tmp_path_factory.mktemp("groups"), SHAPES)
+    for path in {i["path"] for i in items if request.param == "alike"}:
+        group = Group.load(Path(path))
+        first = group.trajectories[0].segments[0].ids
+        made = []
+        for t in group.trajectories:
+            alike = []
+            for s in t.segments:
+                n = min(len(s.ids), len(first)) * 3 // 4
+                alike.append(replace(s, ids=np.concatenate([first[:n], s.ids[n:]])))
+            made.append(replace(t, segments=tuple(alike)))
+        replace(group, trajectories=tuple(made)).save(Path(path))
+    return items
 
 
 def gradients(policy: Policy, items, aggregation: str, micro_tokens: int, logit_chunk: int = 4096, norm: float = 1e9):

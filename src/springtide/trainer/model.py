@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from springtide.trainer.packing import MicroBatch
+from springtide.trainer.data import Row
+from springtide.trainer.packing import MicroBatch, Tree, collate
 
 
 class ModelError(Exception):
@@ -35,7 +37,7 @@ class Policy:
         self.head = model.get_output_embeddings()
         if self.head is None:
             raise ModelError(f"{directory}: {type(model).__name__} has no output embeddings; give a causal LM")
-        self._check_head()
+        self._check()
 
     @property
     def device(self) -> torch.device:
@@ -73,12 +75,14 @@ class Policy:
 
         Beyond one chunk, each chunk's logits are computed again in the backward pass instead of being kept.
         """
-        hidden = self._body(input_ids=batch.ids, use_cache=False).last_hidden_state
-        hidden = hidden.flatten(0, 1).index_select(0, batch.predict)
+        out = self._body(input_ids=batch.ids, position_ids=batch.positions, use_cache=False, tree=batch.tree)
+        hidden = out.last_hidden_state[0].index_select(0, batch.predict)
         if len(hidden) <= logit_chunk:
-            return self._chunk(hidden, batch.targets, temperature)
-        parts = zip(hidden.split(logit_chunk), batch.targets.split(logit_chunk))
-        return torch.cat([checkpoint(self._chunk, h, t, temperature, use_reentrant=False) for h, t in parts])
+            values = self._chunk(hidden, batch.targets, temperature)
+        else:
+            parts = zip(hidden.split(logit_chunk), batch.targets.split(logit_chunk))
+            values = torch.cat([checkpoint(self._chunk, h, t, temperature, use_reentrant=False) for h, t in parts])
+        return values.index_select(0, batch.pair)
 
     def score(self, ids: np.ndarray) -> np.ndarray:
         """Log-probs (temperature 1) of each token of `ids` (int32 [T]) after the first, float32 [T - 1]."""
@@ -93,17 +97,64 @@ class Policy:
             logits = logits / temperature
         return -F.cross_entropy(logits, targets, reduction="none")
 
-    def _check_head(self) -> None:
-        """Some architectures scale or cap their logits behind the head; then ours would be another policy's."""
-        ids = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
+    def _check(self) -> None:
+        """Compare our log-probs of two segments that begin alike with the model's own logits, each by itself.
+
+        Some architectures scale or cap their logits behind the head, or mix tokens outside attention; those would
+        train another policy than the one that is sampled.
+        """
+        rows = []
+        for i, last in enumerate((3, 4, 5)):
+            ids = (np.array([1, 2, 3, 1, last, 2][: 6 - i], dtype=np.int32)) % self.vocab_size
+            at = np.arange(1, len(ids))
+            zeros = np.zeros(len(at), dtype=np.float32)
+            rows.append(Row(("check", 0, i, 0), ids, at, zeros, np.zeros(len(at), dtype=np.int64), 0.0, 1.0))
         with torch.no_grad():
-            ours = self.head(self._body(input_ids=ids, use_cache=False).last_hidden_state)
-            theirs = self.model(input_ids=ids, use_cache=False).logits
-        if not torch.allclose(ours, theirs, atol=1e-4, rtol=1e-4):
+            ours = self.logprobs(collate(rows, self.device), 1.0, 1 << 20)
+            theirs = []
+            for r in rows:
+                ids = torch.from_numpy(r.ids.astype(np.int64)).to(self.device)
+                logits = self.model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+                theirs.append(-F.cross_entropy(logits, ids[1:], reduction="none"))
+        if not torch.allclose(ours, torch.cat(theirs), atol=1e-3, rtol=1e-3):
             raise ModelError(
-                f"{self.directory}: {type(self.model).__name__} changes its logits after the output head "
-                "(a soft cap or a scale), which the trainer does not support"
+                f"{self.directory}: {type(self.model).__name__} scales or caps its logits after the output head, or "
+                "mixes tokens outside attention; the trainer supports neither"
             )
+
+
+def _tree_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    tree: Tree | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention over a prefix tree's rows; without a tree, over the batch as it stands.
+
+    query: [1, heads, N, D]; key, value: [1, kv heads, N, D]. Returns [1, N, heads, D], as transformers wants it.
+    """
+    if tree is not None:
+        query, key, value = (
+            x[0].transpose(0, 1).index_select(0, tree.gather).unflatten(0, (tree.rows, -1)).transpose(1, 2)
+            for x in (query, key, value)
+        )
+    width = query.shape[2]
+    if sliding_window is not None and width > sliding_window:
+        ago = torch.arange(width, device=query.device)[:, None] - torch.arange(width, device=query.device)
+        attention_mask = ((ago >= 0) & (ago < sliding_window))[None, None]
+    out, _ = sdpa_attention_forward(
+        module, query, key, value, attention_mask, is_causal=attention_mask is None, **options
+    )
+    return (out if tree is None else out.flatten(0, 1).index_select(0, tree.scatter)[None]), None
+
+
+_ATTENTION = "springtide_tree"
+AttentionInterface.register(_ATTENTION, _tree_attention)
 
 
 def load_policy(directory: Path, device: str = "cpu") -> Policy:
@@ -112,7 +163,11 @@ def load_policy(directory: Path, device: str = "cpu") -> Policy:
         raise ModelError(f"{directory} has no config.json; model.path must be a Hugging Face model directory")
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+            directory,
+            dtype=torch.float32,
+            attn_implementation=_ATTENTION,
+            local_files_only=True,
+            output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{directory} does not load as a causal LM: {str(error).splitlines()[0]}") from error

@@ -316,6 +316,7 @@ def _need_tokens(data: StepData) -> None:
 def _figures(data: StepData, sums: Sums, result: StepResult, steps: int, refused: int) -> dict[str, Any]:
     """A step's figures: counts, means over action tokens, maxima, and seconds by part.
 
+    tokens: of all segments; computed_tokens: of their prefix trees; padded_tokens: of the rows attention saw.
     loss: loss sum / denominator. Means whose count is `loss_tokens`: ratio, clipped (a share), kl_behaviour, entropy,
     lag, and where computed weight, kl_reference, kl_clamped, nll. gap_mean and gap_max: |log-prob of the trainer - of
     the engine| over the `gap_tokens` sampled with the very weights trained, None where there are none. refused: why
@@ -335,6 +336,7 @@ def _figures(data: StepData, sums: Sums, result: StepResult, steps: int, refused
         "segments": len(data.sequences),
         "loss_tokens": data.loss_tokens,
         "tokens": data.tokens,
+        "computed_tokens": sums.computed_tokens,
         "padded_tokens": sums.padded_tokens,
         "micro_batches": sums.micro_batches,
         **{name: float(total) / data.loss_tokens for name, total in totals.items()},

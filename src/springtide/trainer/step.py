@@ -33,6 +33,7 @@ class Sums:
 
     loss: float = 0.0
     micro_batches: int = 0
+    computed_tokens: int = 0
     padded_tokens: int = 0
     totals: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     maxima: dict[str, float] = field(default_factory=dict)
@@ -97,14 +98,15 @@ def _micro_batches(policy: Policy, data: StepData, shape: Shape, sums: Sums) -> 
     largest = max((int(r.ids.max()) for r in data.sequences), default=0)
     if largest >= policy.vocab_size:
         raise ValueError(f"token id {largest} is outside the model's vocabulary of {policy.vocab_size}")
-    batches = plan([len(r) for r in data.sequences], shape.micro_tokens)
+    batches = plan([r.ids for r in data.sequences], shape.micro_tokens)
     sums.seconds["pack_s"] += time.perf_counter() - start
     for indices in batches:
         rows = [data.sequences[i] for i in indices]
         with _timed(sums, "pack_s"):
             batch = collate(rows, policy.device)
         sums.micro_batches += 1
-        sums.padded_tokens += batch.ids.numel()
+        sums.computed_tokens += batch.ids.numel()
+        sums.padded_tokens += batch.tree.gather.numel()
         yield rows, batch
 
 
