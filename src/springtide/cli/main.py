@@ -13,6 +13,8 @@ import typer
 from springtide.cli import doctor, evaluate, export, quickstart, train, view
 from springtide.config import ConfigError
 
+_INTERRUPTED = 130  # typer's exit for Ctrl-C
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -30,9 +32,10 @@ app.add_typer(doctor.app, name="doctor", help="Check an environment, a model or 
 def main() -> None:
     try:
         app()
-    except KeyboardInterrupt:
-        print("stopped; continue a run with the same command and --resume", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as end:
+        if end.code == _INTERRUPTED:
+            print("stopped; continue a run with the same command and --resume", file=sys.stderr)
+        raise
     except Exception as error:
         bad_input, broken = _kinds()
         if isinstance(error, bad_input):

@@ -75,8 +75,9 @@ class Runtime:
     def restarts(self) -> dict[str, int]:
         """How often processes were replaced, by name; only those that were."""
         ranks = {r.name: r.restarts for r in (*self.engines, *self.workers) if r.restarts}
-        lost = self.env.counts.get("replaced", 0)
-        return {**ranks, **({"env": lost} if lost else {})}
+        counts = self.env.counts
+        env = counts.get("lost", 0) + counts.get("replaced", 0)
+        return {**ranks, **({"env": env} if env else {})}
 
     def pids(self) -> list[int]:
         return [os.getpid()]  # all others are its children

@@ -19,6 +19,7 @@ from typing import Any
 from springtide.process import Process, ProcessFailed, root_cause, start_process
 from springtide.wire import ConnectionLost, DeadlineExceeded
 
+_EXPLAIN_S = 1.0
 _RESTARTS, _WINDOW_S = 5, 120.0  # more deaths than this in the window are a fault of the program, not of the machine
 
 
@@ -114,7 +115,12 @@ async def keep_alive(ranks: list[Rank]) -> AsyncIterator[None]:
         async with asyncio.TaskGroup() as supervisors:
             tasks = [supervisors.create_task(rank.run(), name=rank.name) for rank in ranks]
             await asyncio.gather(*(rank.wait_up() for rank in ranks))
-            yield
+            try:
+                yield
+            except ConnectionLost:
+                # The rank whose death explains it is noticed in a moment, and says more.
+                await asyncio.sleep(_EXPLAIN_S)
+                raise
             for task in tasks:
                 task.cancel()
     except BaseExceptionGroup as group:

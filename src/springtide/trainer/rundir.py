@@ -82,11 +82,19 @@ def prepare(config: Config, *, resume: bool) -> tuple[RunDirectory, IO[str]]:
     except OSError:
         lock.close()
         raise ConfigError(f"{directory.path} is in use by another springtide process") from None
-    if exists:
-        changed = changed_keys(load_config(directory.config), config) - RESUMABLE
-        if changed:
-            raise ConfigError(
-                f"--resume cannot change {', '.join(sorted(changed))}; it accepts {', '.join(sorted(RESUMABLE))}"
-            )
-    atomic_write(directory.config, config.to_toml().encode())
+    try:
+        if exists:
+            _check_changes(load_config(directory.config), config)
+        atomic_write(directory.config, config.to_toml().encode())
+    except BaseException:
+        lock.close()
+        raise
     return directory, lock
+
+
+def _check_changes(old: Config, new: Config) -> None:
+    changed = changed_keys(old, new) - RESUMABLE
+    if changed:
+        raise ConfigError(
+            f"--resume cannot change {', '.join(sorted(changed))}; it accepts {', '.join(sorted(RESUMABLE))}"
+        )

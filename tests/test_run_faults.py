@@ -1,0 +1,117 @@
+"""Whole runs under faults: killed processes, broken environments, Ctrl-C. Nothing hangs, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from tests.run_support import alive, descendants, program, records, run_config, start_run, wait_for
+
+import springtide
+from springtide.rollout.feeder import BrokenRun
+from springtide.trainer.ledger import Ledger
+
+
+def test_a_driver_killed_at_three_random_moments_resumes_and_every_member_ends_once(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """NeMo-RL#3599, trl#5863: nothing skipped, nothing trained twice along the surviving lineage."""
+    config = run_config(
+        tiny_model, tmp_path, run={"steps": 24}, algorithm={"equal_rewards": "keep"}, trainer={"checkpoint_every": 3}
+    )
+    rng = random.Random(7)
+    for kill in range(3):
+        run = start_run(config, resume=kill > 0)
+        before = len(records(config)) if (config.run_dir / "metrics.jsonl").exists() else 0
+        wait_for(
+            "two more steps",
+            lambda b=before: (config.run_dir / "metrics.jsonl").exists() and len(records(config)) >= b + 2,
+        )
+        time.sleep(rng.random())
+        children = descendants(run.pid)
+        assert len(children) >= 4
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait(10)
+        wait_for("the children's end", lambda c=children: not alive(c), 5)
+    final = start_run(config, resume=True)
+    assert final.wait(120) == 0, final.stdout.read() if final.stdout else ""
+    ledger = Ledger(config.run_dir / "ledger.sqlite")
+    audit = ledger.audit()
+    assert audit["open"] == audit["ready"] == 0
+    assert audit["drawn"] == audit["trained"] + sum(audit["dropped"].values())
+    assert set(audit["dropped"]) <= {"run_ended", "rolled_back"}
+    trained = [(row.visit, row.step) for row in ledger.visits("trained")]
+    assert len({visit for visit, _ in trained}) == len(trained)
+    assert {step for _, step in trained} == set(range(1, 25))
+
+
+@pytest.mark.parametrize("victim", ["engine-0", "rollout-0", "env"])
+def test_a_killed_worker_is_replaced_and_the_run_goes_on(tiny_model: Path, tmp_path: Path, victim: str) -> None:
+    config = run_config(tiny_model, tmp_path, run={"steps": 12}, algorithm={"equal_rewards": "keep"})
+    run = start_run(config)
+    wait_for("two steps", lambda: (config.run_dir / "metrics.jsonl").exists() and len(records(config)) >= 2)
+    pid = next(p for p in descendants(run.pid) if program(p).startswith(victim))
+    os.kill(pid, signal.SIGKILL)
+    assert run.wait(120) == 0, run.stdout.read() if run.stdout else ""
+    assert sum(records(config)[-1]["restarts"].values()) >= 1
+    audit = Ledger(config.run_dir / "ledger.sqlite").audit()
+    assert audit["drawn"] == audit["trained"] + audit["dropped"].get("run_ended", 0)
+
+
+def test_a_killed_trainer_stops_the_run_with_its_cause(tiny_model: Path, tmp_path: Path) -> None:
+    """verl#6583: a dead process reported as success while the others wait for ever."""
+    config = run_config(tiny_model, tmp_path, run={"steps": 1000})
+    run = start_run(config)
+    wait_for("a step", lambda: (config.run_dir / "metrics.jsonl").exists() and records(config))
+    children = descendants(run.pid)
+    os.kill(next(p for p in children if program(p) == "trainer"), signal.SIGKILL)
+    assert run.wait(20) == 1
+    assert run.stdout is not None
+    assert "trainer ended with status -9" in run.stdout.read()
+    assert not alive(children)
+
+
+def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(tiny_model: Path, tmp_path: Path) -> None:
+    config = run_config(tiny_model, tmp_path, run={"steps": 1000})
+    run = start_run(config)
+    wait_for("a step", lambda: (config.run_dir / "metrics.jsonl").exists() and records(config))
+    children = descendants(run.pid)
+    os.kill(run.pid, signal.SIGINT)
+    assert run.wait(20) == 130
+    assert run.stdout is not None
+    assert "--resume" in run.stdout.read()
+    assert not alive(children)
+
+
+def test_an_environment_that_always_fails_stops_the_run_by_name(tiny_model: Path, tmp_path: Path) -> None:
+    """NeMo-Gym#1351, verl#5635: a failing judge must not become reward 0."""
+    config = run_config(tiny_model, tmp_path, suite="Broken")
+    with pytest.raises(BrokenRun, match=r"suite broken: the last 64 episodes failed \(judge.*the judge has no data"):
+        springtide.train(config)
+
+
+def test_groups_without_signal_stop_the_run_by_name(tiny_model: Path, tmp_path: Path) -> None:
+    """prime-rl aborts after ten empty batches; a run that draws for ever without a step is worse."""
+    config = run_config(tiny_model, tmp_path, suite="Flat", trainer={"groups": 1}, algorithm={"incomplete_reward": 0.5})
+    with pytest.raises(BrokenRun, match="carried no signal"):
+        springtide.train(config)
+
+
+def test_environment_errors_are_counted_and_never_a_reward(tiny_model: Path, tmp_path: Path) -> None:
+    config = run_config(tiny_model, tmp_path, suite="Flaky", rollout={"group": {"n": 4, "retries": 6}})
+    summary = springtide.train(config)
+    assert summary.env_errors > 0
+    assert summary.ledger["attempts_failed"] >= summary.env_errors
+    assert all("environment_error" in r["status"] for r in records(config) if r["env_errors"])
+    assert summary.ledger["trained"] == 4 * sum(r["groups"] for r in records(config))
+
+
+def test_resume_refuses_what_would_change_the_past(tiny_model: Path, tmp_path: Path) -> None:
+    springtide.train(run_config(tiny_model, tmp_path, run={"steps": 1}))
+    with pytest.raises(springtide.config.ConfigError, match=r"--resume cannot change trainer\.lr"):
+        springtide.train(run_config(tiny_model, tmp_path, trainer={"lr": 1.0}), resume=True)
+    assert springtide.train(run_config(tiny_model, tmp_path, run={"steps": 2}), resume=True).steps == 2
