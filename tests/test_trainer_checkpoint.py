@@ -75,7 +75,7 @@ def test_a_torn_checkpoint_is_detected(tmp_path):
     rank = open_rank(tiny_model(tmp_path / "model"))
     rank.save(str(tmp_path / "c"))
     (tmp_path / "c" / "optimizer.pt").unlink()
-    with pytest.raises(CheckpointError, match="optimizer.pt is missing"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt is missing"):
         files.verify(tmp_path / "c")
     (tmp_path / "c" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="torn"):

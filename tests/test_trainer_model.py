@@ -17,7 +17,7 @@ from trainer_parts import VOCAB, tiny_model, write_groups
 
 
 def test_a_missing_path_is_one_clear_line(tmp_path):
-    with pytest.raises(ModelError, match="has no config.json") as error:
+    with pytest.raises(ModelError, match=r"has no config\.json") as error:
         load_policy(tmp_path / "nowhere")
     assert "\n" not in str(error.value)
 
@@ -49,7 +49,7 @@ def test_weights_that_lack_a_tensor_are_refused_not_filled_with_noise(tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="lack model.layers.1.mlp.up_proj.weight"):
+    with pytest.raises(ModelError, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight"):
         load_policy(tmp_path)
 
 

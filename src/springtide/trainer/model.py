@@ -113,9 +113,9 @@ class Policy:
             ours = self.logprobs(collate(rows, self.device), 1.0, 1 << 20)
             theirs = []
             for r in rows:
-                ids = torch.from_numpy(r.ids.astype(np.int64)).to(self.device)
-                logits = self.model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
-                theirs.append(-F.cross_entropy(logits, ids[1:], reduction="none"))
+                tokens = torch.from_numpy(r.ids.astype(np.int64)).to(self.device)
+                logits = self.model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+                theirs.append(-F.cross_entropy(logits, tokens[1:], reduction="none"))
         if not torch.allclose(ours, torch.cat(theirs), atol=1e-3, rtol=1e-3):
             raise ModelError(
                 f"{self.directory}: {type(self.model).__name__} scales or caps its logits after the output head, or "

@@ -15,7 +15,7 @@ about 160 x 400 that took 1.3 s against 0.09 s in float32, as much as a third of
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,13 +27,13 @@ _STEPS = 5
 class Muon(torch.optim.Optimizer):
     """For matrices only; embeddings, norms and the output head belong to AdamW. Raises: ValueError otherwise."""
 
-    def __init__(self, params: list[Tensor], lr: float, weight_decay: float = 0.0, momentum: float = 0.95) -> None:
+    def __init__(self, params: Sequence[Tensor], lr: float, weight_decay: float = 0.0, momentum: float = 0.95) -> None:
         if bad := [tuple(p.shape) for p in params if p.ndim != 2]:
             raise ValueError(f"Muon steps matrices, not shapes {bad}")
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        super().__init__(list(params), {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:

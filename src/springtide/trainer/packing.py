@@ -15,6 +15,7 @@ a causal model's state at a token depends on the tokens up to it and on nothing 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,7 +39,7 @@ def plan(rows: Sequence[np.ndarray], micro_tokens: int) -> list[list[int]]:
     order = sorted(range(len(rows)), key=lambda i: (_sort_key(rows[i]), i))
     n = len(order)
     sizes = [len(rows[i]) for i in order]
-    shared = [0] + [common_prefix(rows[a], rows[b]) for a, b in zip(order, order[1:])]
+    shared = [0] + [common_prefix(rows[a], rows[b]) for a, b in itertools.pairwise(order)]
     best, cut = [0.0] * (n + 1), [0] * (n + 1)  # best[i]: least cost of the first i; the last batch is [cut[i], i)
     for end in range(1, n + 1):
         best[end] = float("inf")
