@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from engine_models import KINDS, random_ids, tiny
 
+from engine_models import KINDS, random_ids, tiny
 from springtide.models.decoder import (
     Decoder,
     DecoderConfig,

@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import pytest
 import torch
-from engine_models import tiny
 from safetensors.torch import load_file, save_file
 
+from engine_models import tiny
 from springtide.weights.store import Canary, FingerprintMismatch, StoreError, WeightStore
 
 

@@ -53,7 +53,7 @@ class Generation:
 @record
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot. Token counts are totals since start; `busy_s`, `idle_s` and `paused_s` add up to the engine's life."""
+    """A snapshot. Token counts are totals since start; `busy_s`, `idle_s`, `paused_s` add up to the engine's life."""
 
     versions: tuple[int, ...] = ()
     newest: int = -1

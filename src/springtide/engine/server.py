@@ -50,4 +50,4 @@ class EngineHandler:
 
     def disconnected(self, peer: wire.Peer) -> None:
         for session in sorted(self._sessions.pop(peer, ())):
-            self._engine.core.release(session)
+            self._engine.forget(session)

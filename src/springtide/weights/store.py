@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from springtide.weights.pins import Pins
+
 _SAMPLE = 16  # values a tensor: enough to notice a permuted, shifted or scaled copy whose sum happens to agree
 # The newest and the one before it: a reader that was told of the newest can still open it when the next arrives.
 _KEEP = 2
@@ -120,7 +122,7 @@ class WeightStore:
 
     def __init__(self, directory: Path) -> None:
         self.directory = Path(directory)
-        (self.directory / "pins").mkdir(parents=True, exist_ok=True)
+        self._pins = Pins(self.directory)
 
     def publish(self, version: int, tensors: Mapping[str, Tensor], canary: Canary | None = None) -> Fingerprint:
         """Write `tensors` (by checkpoint name, any dtype) as `version`, then collect what no one needs.
@@ -174,16 +176,16 @@ class WeightStore:
 
     def pin(self, version: int, owner: str = "run") -> None:
         """Keep `version` until `owner` unpins it. Raises: StoreError if it is not there."""
-        (self.directory / "pins" / f"{version}.{owner}").touch()
+        self._pins.add(version, owner)
         if not (self.directory / str(version)).exists():
             self.unpin(version, owner)
             raise self._gone(version)
 
     def unpin(self, version: int, owner: str = "run") -> None:
-        (self.directory / "pins" / f"{version}.{owner}").unlink(missing_ok=True)
+        self._pins.remove(version, owner)
 
     def pinned(self) -> frozenset[int]:
-        return frozenset(int(p.name.partition(".")[0]) for p in (self.directory / "pins").iterdir())
+        return self._pins.versions()
 
     def collect(self) -> tuple[int, ...]:
         """Remove every version that is neither pinned nor among the newest; returns what was removed."""

@@ -91,7 +91,8 @@ class Slots:
     def _widen(self, limit: int, stops: int) -> None:
         if limit > self.ids.shape[1]:
             more = ((0, 0), (0, limit - self.ids.shape[1]))
-            self.uniform, self.ids, self.logprobs = (np.pad(a, more) for a in (self.uniform, self.ids, self.logprobs))
+            self.uniform, self.ids = np.pad(self.uniform, more), np.pad(self.ids, more)
+            self.logprobs = np.pad(self.logprobs, more)
         if stops > self.stop.shape[1]:
             self.stop = np.pad(self.stop, ((0, 0), (0, stops - self.stop.shape[1])), constant_values=-1)
 
@@ -141,7 +142,7 @@ class EngineCore:
         self._changed = True
 
     def submit_many(self, requests: list[Request]) -> None:
-        """Queue turns that run together, in order, with nothing beside them; one that can never run is refused alone."""
+        """Queue turns that run together, in order, alone; one that can never run is refused by itself."""
         self._batches += 1
         for request in requests:
             request.batch = self._batches
@@ -211,6 +212,8 @@ class EngineCore:
         del self.decoders[version]
         self.draining.discard(version)
         self.cache.drop_version(version)
+        if version == self.newest:
+            self.newest = next(reversed(self.decoders), -1)
 
     def turns_of(self, version: int) -> int:
         return sum(t.version == version for t in self._turns.values())
@@ -219,9 +222,12 @@ class EngineCore:
     def running(self) -> int:
         return len(self._turns)
 
-    def _version_for(self, request: Request) -> int:
-        version = request.version
-        return version if version in self.decoders and version not in self.draining else self.newest  # type: ignore[return-value]
+    def _version_for(self, request: Request) -> int | None:
+        """The version a turn runs under: the one asked for while it has its slot, else the newest; None: none yet."""
+        for version in (request.version, self.newest):
+            if version in self.decoders and version not in self.draining:
+                return version
+        return None
 
     # --- one step ---------------------------------------------------------------------------------------------
 
@@ -236,8 +242,6 @@ class EngineCore:
         return bool(versions)
 
     def _admit(self) -> None:
-        if self.newest < 0:
-            return
         left: list[Request] = []
         waiting, self.waiting = self.waiting, left
         blocked = False
@@ -249,7 +253,7 @@ class EngineCore:
                 left.append(request)
                 continue
             version = self._version_for(request)
-            if self._awaits_leader(request, version):
+            if version is None or self._awaits_leader(request, version):
                 left.append(request)
                 continue
             admission = self.cache.admit(
@@ -268,7 +272,7 @@ class EngineCore:
             self._open(request, admission, version)
 
     def _awaits_leader(self, request: Request, version: int) -> bool:
-        """A member whose group's common start is being computed right now waits for it instead of computing it again."""
+        """A member whose group's common start is being computed right now waits for it, to not compute it again."""
         if request.prefix is None:
             return False
         ids = self._leaders.get((request.prefix, version))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +87,7 @@ class Clock:
     """Seconds by state, adding up to the engine's life."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._state, self._since = "idle_no_weights", time.monotonic()
 
     def switch(self, state: str) -> None:
@@ -127,14 +127,14 @@ class LocalEngine:
 
     async def _run(self) -> None:
         while True:
+            async with self._drained:
+                self._drained.notify_all()
             if self._paused:
                 self.clock.switch("paused")
                 await self._sleep()
                 continue
             self.clock.switch("busy")
             if self.core.step():
-                async with self._drained:
-                    self._drained.notify_all()
                 for _ in range(_LOOP_TURNS):
                     await asyncio.sleep(0)
                 continue
@@ -207,6 +207,10 @@ class LocalEngine:
             raise
 
     async def release(self, session: str) -> None:
+        self.forget(session)
+
+    def forget(self, session: str) -> None:
+        """`release`, for callers that cannot wait: the session's turn ends with an EngineError, its KV is free."""
         self.core.release(session)
         self._wake.set()
 
@@ -268,6 +272,12 @@ class LocalEngine:
     async def _free(self, version: int) -> None:
         self.core.draining.add(version)
         if self.core.turns_of(version):
+            if self._paused:
+                self.core.draining.discard(version)
+                raise EngineError(
+                    f"no weight slot is free: version {version} has turns that a pause keeps from ending; resume "
+                    "first, pause with abort, or raise engine.weight_slots"
+                )
             async with self._drained:
                 await self._drained.wait_for(lambda: not self.core.turns_of(version))
         if version in self.core.decoders:

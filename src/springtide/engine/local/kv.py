@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+_STARTS = 4096  # group starts remembered for counting; far more than groups in flight
 BLOCK = 16  # tokens a block: one cache line of float32 a row, and at most 15 tokens copied for a shared start
 
 
@@ -97,6 +98,8 @@ class KVCache:
         self.pool = BlockPool(capacity_tokens // BLOCK)
         self.sessions: dict[str, Record] = {}
         self.prefixes: dict[tuple[str, int], Record] = {}
+        # Every group's start that was ever computed, with the version: computing it again is counted as that.
+        self._starts: OrderedDict[str, tuple[np.ndarray, int]] = OrderedDict()
         self._idle: OrderedDict[Record, None] = OrderedDict()  # least recently used first
         self.evictions: Counter[str] = Counter()
 
@@ -173,6 +176,11 @@ class KVCache:
             # Given back now, copied by the caller before anything is written: nothing runs in between.
             self.pool.give([copied_from])
         computed, recomputed = self._count(record, known, start, length)
+        if prefix is not None and prefix in self._starts:
+            group_ids, group_version = self._starts[prefix]
+            again = max(0, common(group_ids, ids) - start)
+            if again > recomputed:
+                recomputed, cause = again, cause or ("version" if group_version != version else "evicted")
         record.ids, record.kv, record.blocks, record.version = ids, start, keep + fresh, version
         record.pending, record.lost, record.busy = False, "", True
         self.sessions[session] = record
@@ -197,6 +205,10 @@ class KVCache:
         self, prefix: str, record: Record, ids: np.ndarray, hidden: object, copy: Callable[[int, int], None]
     ) -> None:
         """Keep the KV of `ids`, which `record` has just computed, for the other members of the group."""
+        self._starts[prefix] = (ids, record.version)
+        self._starts.move_to_end(prefix)
+        if len(self._starts) > _STARTS:
+            self._starts.popitem(last=False)
         whole, rest = divmod(len(ids), BLOCK)
         blocks = record.blocks[:whole]
         self.pool.share(blocks)

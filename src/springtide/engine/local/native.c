@@ -10,6 +10,7 @@
 #include <string.h>
 
 #define BLOCK 16
+#define AHEAD 4 /* blocks lie anywhere in the pool: fetched this many ahead, into L2 (measured best of 1 to 12) */
 #define ROWS 4 /* query rows that share each read of a key: 4 rows x 16 keys fill eight vector registers */
 
 typedef float v8 __attribute__((vector_size(32), aligned(4), may_alias));
@@ -108,9 +109,11 @@ static inline __attribute__((always_inline)) void tile(
     long longest = limits[rows - 1], blocks = (longest + BLOCK - 1) / BLOCK;
     for (long b = 0; b < blocks; b++) {
         const float *k = keys + table[b] * stride;
+        const float *next = keys + table[b + AHEAD < blocks ? b + AHEAD : b] * stride;
         v8 low[ROWS], high[ROWS];
         for (long r = 0; r < rows; r++) low[r] = high[r] = spread(0);
         for (long d = 0; d < dim; d++) {
+            __builtin_prefetch(next + d * BLOCK, 0, 1);
             v8 a = *(const v8 *)(k + d * BLOCK), c = *(const v8 *)(k + d * BLOCK + 8);
             for (long r = 0; r < rows; r++) {
                 v8 x = spread(q[r][d]);
@@ -141,6 +144,8 @@ static inline __attribute__((always_inline)) void tile(
     const long pair = rows > 1 ? 2 : 1, step = dim % 32 == 0 ? 32 : (dim % 16 == 0 ? 16 : 8);
     for (long b = 0; b < blocks; b++) {
         const float *v = values + table[b] * stride;
+        const float *next = values + table[b + AHEAD < blocks ? b + AHEAD : b] * stride;
+        for (long i = 0; i < dim * BLOCK; i += 16) __builtin_prefetch(next + i, 0, 1);
         for (long r = 0; r < rows; r += pair)
             for (long d = 0; d < dim; d += step) {
                 v8 acc[2][4];

@@ -21,8 +21,8 @@ def uniforms(seed: int, turn: int, count: int) -> np.ndarray:
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _mix(z: np.ndarray | np.uint64) -> np.ndarray:
-    z = np.asarray(z, np.uint64)
-    z = (z ^ (z >> np.uint64(30))) * _A
-    z = (z ^ (z >> np.uint64(27))) * _B
-    return z ^ (z >> np.uint64(31))
+def _mix(value: np.ndarray | np.uint64) -> np.ndarray:
+    z = np.asarray(value, np.uint64)
+    z = np.multiply(z ^ (z >> np.uint64(30)), _A)
+    z = np.multiply(z ^ (z >> np.uint64(27)), _B)
+    return np.bitwise_xor(z, z >> np.uint64(31))
