@@ -243,7 +243,7 @@ def summarise(path: Path, ledger: dict[str, Any], *, seed: int, commit: str, pea
         train_wait_share=sum(v for k, v in seconds.items() if k.startswith("wait_")) / wall if wall else 0.0,
         env_errors=sum(sum(r["env_errors"].values()) for r in steps),
         discarded_tokens=sum(sum(r["discarded_tokens"].values()) for r in steps),
-        logprob_gap_mean=_mean([r["trainer"]["logprob_gap"] for r in steps if "logprob_gap" in r["trainer"]]),
+        logprob_gap_mean=_pooled_gap(steps),
         peak_pss_mib=max([peak_pss_mib, *(r["pss_mib"] for r in steps)]),
         seed=seed,
         commit=commit,
@@ -268,6 +268,13 @@ def pss_mib(pids: Sequence[int]) -> float:
         except (OSError, ValueError):
             continue  # it ended meanwhile
     return total / 1024
+
+
+def _pooled_gap(steps: Sequence[Mapping[str, Any]]) -> float:
+    """|log-prob of the trainer - of the engine| over all tokens sampled with the very weights that were trained."""
+    counts = [r["trainer"].get("gap_tokens", 0) for r in steps]
+    sums = [(r["trainer"].get("gap_mean") or 0.0) * n for r, n in zip(steps, counts, strict=True)]
+    return sum(sums) / max(1, sum(counts))
 
 
 def _prompt_tokens(engine: Mapping[str, float]) -> float:

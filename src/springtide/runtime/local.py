@@ -23,6 +23,7 @@ from springtide.config import Config
 from springtide.engine.protocol import EngineStats
 from springtide.env.local import LocalClient, LocalRunner
 from springtide.runtime.ranks import Pool, Rank, keep_alive
+from springtide.weights.pins import Pins
 from springtide.wire import ConnectionLost
 
 _LOAD_S = 300.0  # deadline for an engine to take a version
@@ -42,6 +43,7 @@ class Runtime:
     pool: Pool
     model_dir: Path
     weights: Path
+    pins: Pins
     versions: dict[str, int] = field(default_factory=dict)  # holder -> version every engine must hold
 
     async def load(self, version: int, *, stale: int | None = None) -> None:
@@ -51,17 +53,21 @@ class Runtime:
         if stale is not None:
             before = self.versions.get("stale")
             await self.pin(stale, holder="stale")
-            if before is not None and before not in self.versions.values():
-                await self._each("drop", version=before)
+            if before is not None:
+                self.pins.remove(before, "stale")
+                if before not in self.versions.values():
+                    await self._each("drop", version=before)
 
     async def pin(self, version: int, *, holder: str = "eval") -> None:
-        """Keep `version` in every engine for `holder`."""
+        """Keep `version` in every engine, and in the store for an engine that is restarted, for `holder`."""
+        self.pins.add(version, holder)
         self.versions[holder] = version
         await self._each("pin", version=version)
 
     async def unpin(self, *, holder: str = "eval") -> None:
         """Give up what `holder` kept, unless another holder needs it."""
         version = self.versions.pop(holder)
+        self.pins.remove(version, holder)
         if version not in self.versions.values():
             await self._each("drop", version=version)
 
@@ -192,6 +198,7 @@ async def open_runtime(
             Pool(workers, start_s),
             model_dir,
             weights,
+            Pins(weights),
         )
         await stack.enter_async_context(keep_alive([trainer, *engines, *workers, *idle.values()]))
         yield runtime
