@@ -78,7 +78,7 @@ class Metrics:
     def __init__(self, sinks: Sequence[Sink], display: Display, pids: Callable[[], list[int]]) -> None:
         self._sinks, self._display, self._pids = sinks, display, pids
         self._last_t = 0.0
-        self._last_spent: Counter[str] = Counter()
+        self._last_spent: dict[str, float] = {}
         self._last_engine = EngineStats()
         self._lags: deque[float] = deque(maxlen=3000)
         self.peak_pss_mib = 0.0
@@ -114,7 +114,7 @@ class Metrics:
         summaries: Sequence[Mapping[str, Any]],
         learned: dict[str, Any],
         counts: Counts,
-        spent: Counter[str],
+        spent: Mapping[str, float],
         elapsed: float,
         engines: Sequence[EngineStats],
         state: Readiness,
@@ -140,7 +140,7 @@ class Metrics:
             "reward": {suite: _mean(values) for suite, values in sorted(counts.reward.items())},
             "mixture": {suite: n / max(1, sum(state.consumed.values())) for suite, n in sorted(state.consumed.items())},
             "staleness": {"mean": _mean(stale), "max": max(stale, default=0), "stale_pool_lag": _mean(lags)},
-            "seconds": {cause: spent[cause] - self._last_spent[cause] for cause in sorted(spent)},
+            "seconds": {cause: spent[cause] - self._last_spent.get(cause, 0.0) for cause in sorted(spent)},
             "status": {k: v / max(1, counts.status.total()) for k, v in sorted(counts.status.items())},
             "episodes": counts.status.total(),
             "dropped": dict(counts.dropped),
@@ -162,7 +162,7 @@ class Metrics:
             "pss_mib": self.peak_pss_mib,
         }
         self._last_t, self._last_engine = elapsed, engine
-        self._last_spent = Counter(spent)
+        self._last_spent = dict(spent)
         self._write(record)
         self._display.step(record)
         finished = counts.status.total() - counts.status["environment_error"]
@@ -184,6 +184,8 @@ class Metrics:
                 suite: {
                     **asdict(result),
                     "greedy": greedy.suites[suite].success if greedy else None,
+                    "greedy_low": greedy.suites[suite].low if greedy else None,
+                    "greedy_high": greedy.suites[suite].high if greedy else None,
                     "greedy_status": greedy.suites[suite].status if greedy else None,
                 }
                 for suite, result in sampled.suites.items()

@@ -1,0 +1,82 @@
+"""A run directory as people's pages read it: at any moment of a run's life, without disturbing it.
+
+Owns: the reading of config, records, summary, ledger and trajectories together. Invariants: nothing is written;
+a summary counts only if it is of the run's last incarnation; a ledger that cannot be read is a sentence, not an error.
+Called by: `observe.{report,view}`.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import tomllib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from springtide.config import ConfigError
+from springtide.observe.plots import suite_colors
+from springtide.observe.sinks import read_records
+from springtide.trainer.ledger import Ledger, LedgerError, VisitRow
+from springtide.trainer.rundir import RunDirectory
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run as its directory shows it now."""
+
+    path: Path
+    config_text: str
+    records: list[dict[str, Any]]
+
+    @classmethod
+    def open(cls, path: Path) -> RunView:
+        """Raises: ConfigError when `path` holds no run."""
+        directory = RunDirectory(path)
+        if not directory.config.is_file():
+            raise ConfigError(f"{path} holds no run (no config.toml); give a run directory, as runs/NAME")
+        return cls(path, directory.config.read_text(), read_records(directory.metrics))
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return tomllib.loads(self.config_text)
+
+    @cached_property
+    def steps(self) -> list[dict[str, Any]]:
+        return [r for r in self.records if r["kind"] == "step"]
+
+    @cached_property
+    def evals(self) -> list[dict[str, Any]]:
+        return [r for r in self.records if r["kind"] == "eval"]
+
+    @cached_property
+    def colors(self) -> dict[str, str]:
+        return suite_colors(self.records)
+
+    @cached_property
+    def summary(self) -> dict[str, Any] | None:
+        """The summary, if the run ended since it last began (a resume makes the one before void)."""
+        path = RunDirectory(self.path).summary
+        if not path.exists() or not self.records or self.records[-1]["kind"] == "resume":
+            return None
+        summary: dict[str, Any] = json.loads(path.read_text())
+        return summary if summary["steps"] == (self.steps[-1]["step"] if self.steps else 0) else None
+
+    @cached_property
+    def ledger(self) -> tuple[dict[str, Any], list[VisitRow]] | str:
+        """The ledger's audit and its trained visits, or why it cannot be read."""
+        path = RunDirectory(self.path).ledger
+        if not path.exists():
+            return "the run has no ledger yet"
+        try:
+            ledger = Ledger(path)
+            try:
+                return ledger.audit(), ledger.visits("trained")
+            finally:
+                ledger.close()
+        except (LedgerError, sqlite3.Error) as error:
+            return f"the ledger cannot be read: {error}"
+
+    def trajectories(self, pattern: str) -> list[Path]:
+        return sorted(RunDirectory(self.path).trajectories.glob(pattern))
