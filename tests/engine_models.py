@@ -71,7 +71,7 @@ def tiny(kind: str = "qwen3", seed: int = 0) -> Tiny:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, 0.3)
+                parameter.normal_(0, 0.15)
             else:
                 parameter.uniform_(0.5, 1.5)
     path = Path(tempfile.mkdtemp(prefix=f"tiny-{kind}-"))
