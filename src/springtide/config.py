@@ -31,38 +31,40 @@ class Table(BaseModel):
 class Run(Table):
     name: str = Field("run", pattern=r"^[\w.\-]+$", description="the run directory's name")
     dir: str = Field("runs", description="where run directories are made")
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, description="of tasks, tokens and everything else that is random")
     steps: Positive = Field(100, description="optimiser steps")
     minutes: float | None = Field(None, gt=0, description="stop after this many minutes of training, if earlier")
 
 
 class Model(Table):
     path: str = Field("springtide-nano", description="a Hugging Face directory, or the name of a shipped model")
-    tool_format: Literal["auto", "hermes", "glm", "plain"] = "auto"
+    tool_format: Literal["auto", "hermes", "glm", "plain"] = Field(
+        "auto", description="how calls are written; auto reads it from the chat template (docs/models.md)"
+    )
     context: Positive = Field(1024, description="tokens an episode may reach: then it ends as context_limit")
 
 
 class EngineTable(Table):
-    kind: Literal["local"] = "local"
+    kind: Literal["local"] = Field("local", description="the engine in PyTorch that comes with Springtide")
     ranks: Positive = Field(1, description="engine processes")
     max_batch: Positive = Field(128, description="sequences decoded together")
     kv_tokens: Positive = Field(65536, description="tokens of KV cache an engine holds, over all versions")
     prefill_chunk: Positive = Field(2048, description="prompt tokens computed in one step")
     weight_slots: Positive = Field(4, description="weight versions an engine holds at once")
-    device: str = "cpu"
+    device: str = Field("cpu", description="the torch device of the engines")
 
 
 class RuntimeTable(Table):
-    kind: Literal["local"] = "local"
-    rollout_workers: Positive = 1
-    env_workers: Positive = 1
+    kind: Literal["local"] = Field("local", description="all processes on this machine")
+    rollout_workers: Positive = Field(1, description="processes that play episodes: rendering, parsing, agent loop")
+    env_workers: Positive = Field(1, description="processes that environments run in, many episodes in each")
     start_s: Seconds = Field(120.0, description="deadline for any process of the run to start")
 
 
 class SuiteEntry(Table):
     use: str = Field(description="a registered suite, or FILE.py:Class")
-    split: Literal["train", "test", "ood"] = "train"
-    level: str = "quick"
+    split: Literal["train", "test", "ood"] = Field("train", description="what is trained on; its dev tenth never is")
+    level: str = Field("quick", description="one of the suite's levels")
     weight: float = Field(1.0, gt=0, description="share of the consumed task mixture, relative to the others")
 
 
@@ -76,11 +78,11 @@ class GroupTable(Table):
 
 
 class Rollout(Table):
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, description="of sampling in training; the loss divides logits by it too")
     max_new_tokens: Positive = Field(64, description="tokens a turn may have")
     max_turns: Positive | None = Field(None, description="fewer turns than the environment allows")
     concurrency: Positive = Field(24, description="groups in flight")
-    context: Literal["full"] = "full"
+    context: Literal["full"] = Field("full", description="what a turn sees of the episode: all of it")
     group: GroupTable = GroupTable()
     stale_probability: Share = Field(0.0, description="cross-policy sampling: share of turns drawn from the stale pool")
     stale_refresh: Positive = Field(10, description="steps between refreshes of the stale pool")
@@ -88,50 +90,64 @@ class Rollout(Table):
 
 class Staleness(Table):
     bound: int = Field(2, ge=0, description="steps a group may lag behind the weights it trains")
-    overage: Literal["wait", "drop"] = "wait"
+    overage: Literal["wait", "drop"] = Field(
+        "wait", description="of a group about to pass the bound: the trainer waits for it, or it is dropped and counted"
+    )
 
 
 class Schedule(Table):
-    policy: Literal["synchronous", "fixed_split"] = "fixed_split"
+    policy: Literal["synchronous", "fixed_split"] = Field(
+        "fixed_split", description="play and train side by side, or in turns (then a run repeats bit for bit)"
+    )
     strict: bool = Field(False, description="an invalid action of a policy is an error instead of a counted refusal")
 
 
 class Algorithm(Table):
-    advantage: Literal["group_relative", "leave_one_out"] = "group_relative"
+    advantage: Literal["group_relative", "leave_one_out"] = Field(
+        "group_relative", description="a member against its group's mean, or against the mean of the others"
+    )
     divide_by_std: bool = Field(True, description="divide group-relative advantages by the group's standard deviation")
     task_norm: Literal["none", "batch", "running"] = Field("batch", description="normalise advantages by suite")
-    equal_rewards: Literal["drop", "keep"] = "drop"
+    equal_rewards: Literal["drop", "keep"] = Field(
+        "drop", description="groups whose members all earned the same: dropped, counted and refilled, or trained"
+    )
     incomplete_reward: float = Field(-0.2, description="reward of a turn, context or time limit or invalid action")
-    loss: Literal["ppo_clip"] = "ppo_clip"
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.28, gt=0)
-    dual_clip: float = Field(3.0, gt=1)
-    old_logprobs: Literal["rollout", "recompute"] = "rollout"
+    loss: Literal["ppo_clip"] = Field("ppo_clip", description="clipped policy gradient")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped at 1 - clip_low")
+    clip_high: float = Field(0.28, gt=0, description="and at 1 + clip_high")
+    dual_clip: float = Field(3.0, gt=1, description="for negative advantages a token's loss is at most this times -A")
+    old_logprobs: Literal["rollout", "recompute"] = Field(
+        "rollout", description="the ratio's denominator: as sampled, or by a rank of its own with the step's weights"
+    )
     weight_cap: float | None = Field(None, gt=0, description="cap of pi_old/pi_rollout; with recompute only (2 there)")
     kl_coef: float = Field(0.0, ge=0, description="k3 to the reference, added to the loss")
-    aggregation: Literal["token_mean", "trajectory_mean", "segment_mean"] = "token_mean"
+    aggregation: Literal["token_mean", "trajectory_mean", "segment_mean"] = Field(
+        "token_mean", description="what the loss is a mean over"
+    )
 
 
 class ColdStart(Table):
     steps: int = Field(0, ge=0, description="supervised steps on gold before RL; 0 for none")
     tasks: Positive = Field(256, description="gold tasks a suite")
     batch: Positive = Field(32, description="trajectories a step")
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(1e-3, gt=0, description="learning rate of the cold start")
 
 
 class Trainer(Table):
     groups: Positive = Field(24, description="groups an optimiser step consumes")
     micro_tokens: Positive = Field(8192, description="padded tokens in one forward pass")
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    lr: float = Field(4e-4, gt=0)
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="AdamW, or Muon for hidden matrices with AdamW for the rest"
+    )
+    lr: float = Field(4e-4, gt=0, description="learning rate")
     warmup: int = Field(0, ge=0, description="steps of linear warm-up")
-    weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    grad_clip: float = Field(1.0, gt=0)
+    weight_decay: float = Field(0.0, ge=0, description="decoupled from the gradient; matrices only")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates")
+    grad_clip: float = Field(1.0, gt=0, description="largest norm of a step's gradient")
     logit_chunk: Positive = Field(4096, description="action tokens whose logits exist at once")
-    checkpoint_every: Positive = 20
-    checkpoint_keep: Positive = 2
-    device: str = "cpu"
+    checkpoint_every: Positive = Field(20, description="steps between checkpoints")
+    checkpoint_keep: Positive = Field(2, description="newest checkpoints kept")
+    device: str = Field("cpu", description="the torch device of the trainer")
     cold_start: ColdStart = ColdStart()
 
 
@@ -140,14 +156,16 @@ class Reference(Table):
 
 
 class Weights(Table):
-    update_at: Literal["turn", "episode"] = "turn"
+    update_at: Literal["turn", "episode"] = Field(
+        "turn", description="when an episode takes new weights: at its next turn, or only at its start"
+    )
     dir: str | None = Field(None, description="where published weights live; default /dev/shm, else the run directory")
 
 
 class Eval(Table):
     every: int = Field(0, ge=0, description="steps between evaluations during training; 0 for none")
     tasks: Positive = Field(64, description="tasks a suite")
-    split: Literal["train", "test", "ood"] = "test"
+    split: Literal["train", "test", "ood"] = Field("test", description="what is evaluated on")
     samples: Positive = Field(1, description="sampled episodes a task")
     greedy: bool = Field(True, description="also one greedy episode a task")
     at_ends: bool = Field(True, description="evaluate before the first and after the last step")
@@ -155,14 +173,14 @@ class Eval(Table):
 
 
 class Observe(Table):
-    progress: bool = True
-    tensorboard: bool = False
-    wandb: str | None = Field(None, description="a Weights & Biases project")
-    report: bool = True
+    progress: bool = Field(True, description="a board on a terminal, a line a step elsewhere")
+    tensorboard: bool = Field(False, description="also write TensorBoard files (springtide[tensorboard])")
+    wandb: str | None = Field(None, description="also log to this Weights & Biases project (springtide[wandb])")
+    report: bool = Field(True, description="write report.html and curve.png at the end")
 
 
 class Fabric(Table):
-    mode: Literal["local"] = "local"
+    mode: Literal["local"] = Field("local", description="environments run on this machine")
 
 
 class Config(Table):
