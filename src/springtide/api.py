@@ -118,7 +118,9 @@ def _eval_config(
     target: str | Path, suite: str, split: str, level: str, max_new_tokens: int | None, seed: int
 ) -> tuple[Config, Path | None]:
     """The configuration to evaluate under, and the model's directory (None for an endpoint)."""
-    text, base, path = str(target), {}, None
+    text = str(target)
+    base: dict[str, Any] = {}
+    path: Path | None = None
     if not text.startswith(("http://", "https://")):
         directory = RunDirectory(Path(text))
         if directory.config.exists():

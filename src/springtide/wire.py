@@ -94,7 +94,7 @@ def _encode(value: Any) -> Any:
         return msgpack.ExtType(_INT, str(value).encode())
     name = type(value).__name__
     if _records.get(name) is type(value):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}  # type: ignore[arg-type]
         return msgpack.ExtType(_RECORD, pack((name, fields)))
     raise TypeError(f"a {type(value).__module__}.{name}")
 

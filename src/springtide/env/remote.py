@@ -8,7 +8,7 @@ Called by: `env.local.LocalClient`, and `env.worker` for isolated episodes.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, cast
 
 from springtide.env.session import EnvironmentUnavailable, FinishReason, Observation
 from springtide.trace import Cause, Limits, Message, Outcome, TaskRef, ToolCall
@@ -83,7 +83,7 @@ def unavailable(error: ConnectionLost | DeadlineExceeded | RemoteError, *, late:
         return EnvironmentUnavailable(late, str(error))
     if error.kind == "EnvironmentUnavailable":
         cause, _, detail = error.message.partition(": ")
-        return EnvironmentUnavailable(cause, detail)
+        return EnvironmentUnavailable(cast(Cause, cause), detail)
     if error.kind == "PermissionError":
         return PermissionError(error.message)
     return EnvironmentUnavailable("infrastructure", str(error))

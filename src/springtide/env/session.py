@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from springtide.trace import Message, Outcome, TaskRef, ToolCall
+from springtide.trace import Cause, Message, Outcome, TaskRef, ToolCall
 from springtide.wire import record
 
 FinishReason = Literal["done", "turn_limit", "context_limit", "time_limit", "cancelled"]
@@ -20,7 +20,7 @@ FinishReason = Literal["done", "turn_limit", "context_limit", "time_limit", "can
 class EnvironmentUnavailable(Exception):
     """A session could not be opened or was lost. `cause` is the outcome's cause (see `trace.Cause`)."""
 
-    def __init__(self, cause: str, detail: str) -> None:
+    def __init__(self, cause: Cause, detail: str) -> None:
         super().__init__(f"{cause}: {detail}")
         self.cause, self.detail = cause, detail
 

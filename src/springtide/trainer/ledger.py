@@ -178,12 +178,16 @@ class Ledger:
             VisitRow(
                 v,
                 TaskRef(**{**(t := json.loads(task)), "tags": tuple(t["tags"])}),
-                *rest,
+                draw,
+                n,
+                birth,
+                state,
+                cause,
                 path,
                 json.loads(summary) if summary else None,
                 step,
             )
-            for v, task, *rest, path, summary, step in rows
+            for v, task, draw, n, birth, state, cause, path, summary, step in rows
         ]
 
     # --- counts -----------------------------------------------------------------------------------------------------
