@@ -27,7 +27,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from springtide.config import Config
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent
@@ -104,9 +107,26 @@ def report(name: str, rows: Sequence[Row], load: Load, *, quick: bool, **extra: 
     )
 
 
-def emit(result: Json, *, as_json: bool) -> None:
-    """Print a result; store it and render the page, unless it is a quick one."""
-    if not result["quick"]:
+def report_cells(name: str, rows: Sequence[Row], cells: Sequence[Json], *, quick: bool, **extra: Any) -> Json:
+    """A result made from cells: measured where and when they were, beside the worst load that any of them met."""
+    worst = max((c["load"] for c in cells), key=lambda load: load["other_cores"] + load["stolen_cores"])
+    return _plain(
+        {
+            "name": name,
+            "machine": cells[0]["machine"],
+            "commit": " ".join(sorted({c["commit"] for c in cells if c["commit"]})),
+            "load": {**worst, "quiet": all(c["load"]["quiet"] for c in cells)},
+            "seconds": sum(c["seconds"] for c in cells),
+            "quick": quick,
+            "rows": [row.to_json(quick=quick) for row in rows],
+            **extra,
+        }
+    )
+
+
+def emit(result: Json, *, as_json: bool, store: bool = True) -> None:
+    """Print a result; store it (unless it is a quick one) and render the page."""
+    if store and not result["quick"]:
         RESULTS.mkdir(exist_ok=True)
         write_json(RESULTS / f"{result['name']}.json", result)
         PAGE.write_text(render())
@@ -119,10 +139,20 @@ def arguments(doc: str | None, *, cells: bool = False) -> argparse.ArgumentParse
     parser = argparse.ArgumentParser(description=text.partition("\n")[0], epilog=text.partition("\n")[2])
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--quick", action="store_true", help="about a minute; never counts as met, never stored")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="with --quick: change one key of the preset"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     if cells:
         parser.add_argument("--missing", action="store_true", help="run only the cells that are missing or out of date")
     return parser
+
+
+def preset(*sets: str) -> Config:
+    """The quickstart's configuration as shipped, with `sets` applied."""
+    from springtide.config import load_config
+
+    return load_config(SOURCES / "cli" / "quickstart.toml", sets)
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -296,7 +326,8 @@ class Cell:
 def fingerprint(entries: Iterable[str], data: Iterable[Path] = (), root: Path = SOURCES) -> str:
     """A hash of the sources that `entries` (modules of the package) import, directly or not, and of `data`.
 
-    Comments, layout and docstrings do not count. data: files, or directories whose files other than Python's count.
+    Comments, layout and docstrings do not count. data: files, and directories, of whose
+    files all but Python's and prose count.
     """
     digest = hashlib.sha256()
     for module, path in sorted(imported(entries, root).items()):
@@ -304,10 +335,10 @@ def fingerprint(entries: Iterable[str], data: Iterable[Path] = (), root: Path = 
     for given in sorted(data):
         files = sorted(p for p in given.rglob("*") if p.is_file()) if given.is_dir() else [given]
         for path in files:
-            if path.suffix not in (".py", ".pyc", ".md"):
-                digest.update(
-                    f"{path.relative_to(given.parent)}\n".encode() + hashlib.sha256(path.read_bytes()).digest()
-                )
+            if given.is_dir() and path.suffix in (".py", ".pyc", ".md"):
+                continue
+            content = _code(path).encode() if path.suffix == ".py" else path.read_bytes()
+            digest.update(f"{path.relative_to(given.parent)}\n".encode() + hashlib.sha256(content).digest())
     return digest.hexdigest()[:16]
 
 
@@ -353,10 +384,13 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 def _code(path: Path) -> str:
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
-        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-        if documented and ast.get_docstring(node, clean=False) is not None:
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and _documented(node):
             node.body = node.body[1:]
     return ast.dump(tree)
+
+
+def _documented(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return ast.get_docstring(node, clean=False) is not None
 
 
 # --- a run in a process of its own ------------------------------------------------------------------------------------

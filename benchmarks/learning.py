@@ -1,0 +1,407 @@
+"""The quickstart's claim: reinforcement learning beats its start, and more supervised training for the same seconds.
+
+Two arms, three seeds each, on the `test` split, both evaluated as the preset says (sampled as in training, greedy
+beside it, the same tasks and the same seeds, before and after):
+  rl          `springtide quickstart --seed N` as shipped, in a process of its own, its memory watched from outside
+  supervised  the same model, processes and optimiser, but every step is a supervised one on the gold of the first
+              `trainer.cold_start.tasks` training tasks a suite, for as many seconds as `rl` trains (playing the gold
+              is not charged to them). Its learning rate is the best of three, chosen on the dev tasks by `--tune`.
+A requirement must hold for each seed, and is judged by the worst. Wall time is the whole command's: start, both
+evaluations, training, report. Gains are in points of success; a seed's gain has sampling noise of its own.
+On two quiet cores: a cell takes 11 minutes; `--tune` three cells, the benchmark six. Cells resume: `--missing`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import contextlib
+import functools
+import hashlib
+import inspect
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from common import (
+    CELLS,
+    SOURCES,
+    Cell,
+    Json,
+    Row,
+    arguments,
+    emit,
+    fingerprint,
+    interval,
+    preset,
+    report_cells,
+    springtide,
+)
+
+from springtide.config import Config, ConfigError
+from springtide.models.presets import resolve_model
+from springtide.rollout.episode import EpisodeSpec
+from springtide.rollout.evaluate import EvalResult, eval_tasks, evaluate
+from springtide.rollout.pool import play_once
+from springtide.runtime.local import Runtime, open_runtime
+from springtide.trace import TaskRef, make_version
+from springtide.trainer.driver import check_run
+
+SEEDS = (0, 1, 2)
+LR_FACTORS = (0.25, 1.0, 4.0)  # of the preset's trainer.lr; its grid must not end where the best is
+_EPISODES = 256  # at once in an evaluation; as in a run
+_GOLD_EPISODES = 64
+QUICK = ("run.minutes=0.2", "eval.tasks=8", "trainer.cold_start.tasks=16")
+
+
+# --- the arms ---------------------------------------------------------------------------------------------------------
+
+
+def train_rl(config: Config, directory: Path, sets: Sequence[str]) -> Json:
+    """The quickstart as a user runs it. Returns `{start, end, steps, train_s, wall_s, peak_pss_mib}`."""
+    given = (*sets, f"run.dir={directory}", "run.name=rl", "observe.progress=false")
+    args = [part for item in given for part in ("--set", item)]
+    done = springtide("quickstart", "--seed", str(config.run.seed), *args, log=directory / "rl.log")
+    run = directory / "rl"
+    summary = json.loads((run / "summary.json").read_text())
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    evals = {r["label"]: r for r in lines if r["kind"] == "eval"}
+    return {
+        **{when: {name: _figures(s, s["greedy"]) for name, s in evals[when]["suites"].items()} for when in evals},
+        "steps": summary["steps"],
+        "train_s": summary["wall_s"],
+        "wall_s": done.wall_s,
+        "peak_pss_mib": done.peak_pss_mib,
+    }
+
+
+async def train_supervised(config: Config, directory: Path, lr: float) -> Json:
+    """Supervised steps on gold for `run.minutes`, in the run's own processes. Returns `{start, end, steps, ...}`."""
+    assert config.run.minutes is not None
+    rng = np.random.default_rng(config.run.seed)
+    async with open_runtime(config, directory, check_run(config), checkpoint=None) as runtime:
+        await _publish(runtime, 0)
+        start = await _evaluate(config, runtime, 0, first=0)
+        gold = await _play_gold(config, runtime, directory)
+        batch = min(config.trainer.cold_start.batch, len(gold))
+        queue: list[str] = []
+        losses: list[float] = []
+        begun = time.monotonic()
+        while time.monotonic() - begun < config.run.minutes * 60:
+            if len(queue) < batch:  # a new epoch, in a new order
+                queue += rng.permutation(np.array(sorted(set(gold) - set(queue)))).tolist()
+            paths, queue = tuple(queue[:batch]), queue[batch:]
+            figures = await runtime.trainer.call("supervised", deadline_s=600, paths=paths, lr=lr)
+            losses.append(figures["loss"])
+        seconds = time.monotonic() - begun
+        await _publish(runtime, 1)
+        end = await _evaluate(config, runtime, 1, first=2)
+    return {
+        "start": start,
+        "end": end,
+        "lr": lr,
+        "steps": len(losses),
+        "epochs": len(losses) * batch / len(gold),
+        "train_s": seconds,
+        "loss_start": losses[0],
+        "loss_end": losses[-1],
+    }
+
+
+async def _publish(runtime: Runtime, step: int) -> None:
+    version = make_version(0, step)
+    await runtime.trainer.call("publish", deadline_s=600, version=version)
+    await runtime.load(version)
+
+
+async def _play_gold(config: Config, runtime: Runtime, directory: Path) -> list[str]:
+    """The files of the gold trajectories: of the first trainable tasks a suite, as the cold start plays them."""
+    tasks: list[TaskRef] = []
+    for entry in config.suites:
+        catalog = await runtime.catalog.catalog(entry.use, entry.split, entry.level)
+        tasks += [t for t in catalog if "dev" not in t.tags][: config.trainer.cold_start.tasks]
+    gate, paths = asyncio.Semaphore(_GOLD_EPISODES), list[str]()
+
+    async def play(visit: int, task: TaskRef) -> None:
+        path = directory / f"gold-{visit:06d}.msgpack"
+        async with gate:
+            summary = await play_once(runtime.pool, _spec(config, "gold", 1.0, None, task, visit, 0, 0), keep=path)
+        if summary.cause is not None or not summary.success:
+            raise SystemExit(f"the gold of {task.id} does not succeed ({summary.status}: {summary.detail})")
+        paths.append(str(path))
+
+    async with asyncio.TaskGroup() as group:
+        for visit, task in enumerate(tasks):
+            group.create_task(play(visit, task))
+    return paths
+
+
+async def _evaluate(config: Config, runtime: Runtime, step: int, *, first: int) -> Json:
+    """Sampled and greedy, with the tasks and the seeds of a run whose evaluation number `first` this is."""
+    options = config.eval
+    split = "train" if options.dev else options.split
+    tasks: dict[str, list[TaskRef]] = {}
+    for entry in config.suites:
+        chosen = eval_tasks(
+            await runtime.catalog.catalog(entry.use, split, entry.level), options.tasks, dev=options.dev
+        )
+        tasks[chosen[0].suite] = chosen
+    results: list[EvalResult] = []
+    for number, (temperature, samples) in enumerate(((config.rollout.temperature, options.samples), (0.0, 1)), first):
+
+        def spec(task: TaskRef, visit: int, member: int, retry: int, number: int = number, t: float = temperature):
+            return _spec(config, "eval", t, make_version(0, step), task, number * 1_000_000 + visit, member, retry)
+
+        play = functools.partial(play_once, runtime.pool)
+        results.append(await evaluate(tasks, play, spec, samples=samples, concurrency=_EPISODES))
+    sampled, greedy = results
+    return {suite: _figures(_fields(s), greedy.suites[suite].success) for suite, s in sampled.suites.items()}
+
+
+def _spec(
+    config: Config,
+    purpose: Any,
+    temperature: float,
+    version: int | None,
+    task: TaskRef,
+    visit: int,
+    member: int,
+    retry: int,
+) -> EpisodeSpec:
+    return EpisodeSpec(
+        task=task,
+        visit=visit,
+        member=member,
+        retry=retry,
+        purpose=purpose,
+        run_seed=config.run.seed,
+        temperature=temperature,
+        max_new_tokens=config.rollout.max_new_tokens,
+        context=config.model.context,
+        max_turns=config.rollout.max_turns,
+        version=version,
+    )
+
+
+def _fields(result: Any) -> Json:
+    return {name: getattr(result, name) for name in ("success", "episodes", "low", "high", "env_errors", "tokens")}
+
+
+def _figures(suite: Json, greedy: float) -> Json:
+    """What a cell keeps of a suite's evaluation."""
+    return {
+        "sampled": suite["success"],
+        "greedy": greedy,
+        **{name: suite[name] for name in ("episodes", "low", "high", "env_errors", "tokens")},
+    }
+
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+
+
+def rl_cell(seed: int, sets: Sequence[str]) -> Cell:
+    config = preset(*sets, f"run.seed={seed}")
+    return _cell(f"learning-rl-{seed}", config, [train_rl])
+
+
+def supervised_cell(name: str, seed: int, factor: float, sets: Sequence[str]) -> Cell:
+    """factor: learning rate, as a multiple of the preset's trainer.lr."""
+    config = preset(*sets, f"run.seed={seed}")
+    program = [train_supervised, _play_gold, _evaluate, _spec]
+    return _cell(name, config, program, supervised_lr=factor * config.trainer.lr)
+
+
+def run_rl(cell: Cell, seed: int, sets: Sequence[str], *, missing: bool, directory: Path) -> Json:
+    def compute() -> Json:
+        with _scratch() as scratch:
+            return train_rl(preset(*sets, f"run.seed={seed}"), scratch, sets)
+
+    return cell.run(compute, missing=missing, directory=directory)
+
+
+def run_supervised(cell: Cell, seed: int, sets: Sequence[str], *, missing: bool, directory: Path) -> Json:
+    def compute() -> Json:
+        with _scratch() as scratch:
+            config = preset(*sets, f"run.seed={seed}")
+            return asyncio.run(train_supervised(config, scratch, cell.config["supervised_lr"]))
+
+    return cell.run(compute, missing=missing, directory=directory)
+
+
+def tune_cells(sets: Sequence[str]) -> dict[float, Cell]:
+    """Learning rate factor -> the cell that tries it, on the dev tasks."""
+    return {f: supervised_cell(f"learning-tune-{f:g}", 0, f, (*sets, "eval.dev=true")) for f in LR_FACTORS}
+
+
+def _cell(name: str, config: Config, program: Sequence[Callable[..., Any]], **more: Any) -> Cell:
+    """`program`: the functions here that the arm runs; its key covers them, the package's sources, and the model."""
+    tree = config.model_dump(mode="json", exclude={"observe": True, "run": {"dir", "name"}})
+    code = "\n".join(ast.dump(ast.parse(inspect.getsource(f))) for f in program)
+    sources = _hash_sources(tuple(s.use for s in config.suites), resolve_model(config.model.path))
+    return Cell(name, {**tree, **more, "program": hashlib.sha256(code.encode()).hexdigest()[:16]}, sources)
+
+
+@functools.cache
+def _hash_sources(suites: tuple[str, ...], model: Path) -> str:
+    entries = ["springtide.trainer.loop", *(f"springtide.suites.{s}" for s in suites if ":" not in s)]
+    files = [Path(s.partition(":")[0]) for s in suites if ":" in s]
+    return fingerprint(entries, [SOURCES / "suites", SOURCES / "engine", model, *files])
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="springtide-bench-") as directory:
+        yield Path(directory)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def make_rows(rl: Sequence[Json], supervised: Sequence[Json]) -> list[Row]:
+    """One row a target, from the results of the arms' seeds, in the same order."""
+    suites = sorted(rl[0]["start"])
+    sampled = [_gain(r, "sampled", suites) for r in rl]
+    by_suite = {s: [_gain(r, "sampled", [s]) for r in rl] for s in suites}
+    ahead = [
+        100 * (_mean(a, "end", "sampled", suites) - _mean(b, "end", "sampled", suites)) for a, b in zip(rl, supervised)
+    ]
+    return [
+        _row("mean sampled success, gain", sampled, "points", 20),
+        *(_row(f"{s}: sampled success, gain", values, "points", 10) for s, values in by_suite.items()),
+        _row("mean greedy success, gain", [_gain(r, "greedy", suites) for r in rl], "points", 5),
+        _row("mean sampled success, rl ahead of supervised", ahead, "points", 10),
+        _row("goal: mean sampled success, gain", sampled, "points", 30),
+        *(_row(f"goal: {s}: sampled success, gain", values, "points", 15) for s, values in by_suite.items()),
+        _row("supervised: mean sampled success, gain", [_gain(r, "sampled", suites) for r in supervised], "points"),
+        _row("evaluated episodes a suite, at least", [_episodes(r) for r in (*rl, *supervised)], "episodes", 192),
+        _row("peak memory, PSS of all processes", [r["peak_pss_mib"] for r in rl], "MiB", 4096, at_most=True),
+        _row("wall time of the quickstart", [r["wall_s"] / 60 for r in rl], "min", 12, at_most=True),
+    ]
+
+
+def _row(
+    target: str, values: Sequence[float], unit: str, required: float | None = None, *, at_most: bool = False
+) -> Row:
+    low, high = interval(values)
+    return Row(
+        target,
+        fmean(values),
+        unit,
+        required=required,
+        at_most=at_most,
+        judged="worst",
+        worst=max(values) if at_most else min(values),
+        seeds=len(values),
+        ci_low=low,
+        ci_high=high,
+        extra={"by_seed": list(values)},
+    )
+
+
+def _mean(result: Json, when: str, key: str, suites: Sequence[str]) -> float:
+    return fmean(result[when][s][key] for s in suites)
+
+
+def _gain(result: Json, key: str, suites: Sequence[str]) -> float:
+    return 100 * (_mean(result, "end", key, suites) - _mean(result, "start", key, suites))
+
+
+def _episodes(result: Json) -> float:
+    return min(s["episodes"] for when in ("start", "end") for s in result[when].values())
+
+
+def make_notes(arms: dict[str, Sequence[Json]]) -> list[str]:
+    """Before and after, every arm, seed and suite, as a table."""
+    lines = ["| arm | seed | suite | sampled | greedy | steps | trained, min |", "|---|---|---|---|---|---|---|"]
+    for arm, cells in arms.items():
+        for cell in cells:
+            r, seed = cell["result"], cell["config"]["run"]["seed"]
+            suites = sorted(r["start"])
+            for name, group in (*((s, [s]) for s in suites), ("mean", suites)):
+                pair = {
+                    k: " -> ".join(f"{100 * _mean(r, when, k, group):.1f}" for when in ("start", "end"))
+                    for k in ("sampled", "greedy")
+                }
+                lines.append(
+                    f"| {arm} | {seed} | {name} | {pair['sampled']} | {pair['greedy']} | {r['steps']} "
+                    f"| {r['train_s'] / 60:.1f} |"
+                )
+    return lines
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = arguments(__doc__, cells=True)
+    parser.add_argument("--tune", action="store_true", help="choose the supervised learning rate, on dev tasks")
+    args = parser.parse_args(argv)
+    if args.set and not args.quick:
+        parser.error("--set changes the preset, so it needs --quick: the claim is about the preset as shipped")
+    try:
+        _main(args, parser)
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def _main(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    sets = (*QUICK, *args.set) if args.quick else ()
+    with contextlib.ExitStack() as stack:
+        directory = CELLS
+        if args.quick:
+            directory = stack.enter_context(_scratch())
+        if args.tune:
+            _tune(args, sets, directory)
+            return
+        seeds, factor = (SEEDS[:1], 1.0) if args.quick else (SEEDS, _chosen(parser, directory))
+        options = {"missing": args.missing, "directory": directory}
+        rl, supervised = [], []
+        for seed in seeds:
+            rl.append(run_rl(rl_cell(seed, sets), seed, sets, **options))
+            cell = supervised_cell(f"learning-supervised-{seed}", seed, factor, sets)
+            supervised.append(run_supervised(cell, seed, sets, **options))
+            print(f"seed {seed} done", file=sys.stderr, flush=True)
+        rows = make_rows([c["result"] for c in rl], [c["result"] for c in supervised])
+        notes = make_notes({"rl": rl, "supervised": supervised})
+        emit(report_cells("learning", rows, [*rl, *supervised], quick=args.quick, notes=notes), as_json=args.json)
+
+
+def best(cells: dict[float, Json]) -> float:
+    """The learning rate factor with the highest mean sampled success at the end."""
+    return max(cells, key=lambda f: _mean(cells[f]["result"], "end", "sampled", sorted(cells[f]["result"]["end"])))
+
+
+def _chosen(parser: argparse.ArgumentParser, directory: Path) -> float:
+    """The factor that `--tune` found, if what it ran is what would run now."""
+    stored = {f: data for f, cell in tune_cells(()).items() if (data := cell.stored(directory)) is not None}
+    if len(stored) < len(LR_FACTORS):
+        parser.error("the supervised arm's learning rate is not chosen yet; first run --tune --missing")
+    return best(stored)
+
+
+def _tune(args: argparse.Namespace, sets: Sequence[str], directory: Path) -> None:
+    cells = {
+        factor: run_supervised(cell, 0, (*sets, "eval.dev=true"), missing=args.missing, directory=directory)
+        for factor, cell in tune_cells(sets).items()
+    }
+    rows = [
+        _row(
+            f"supervised at {factor:g} x trainer.lr: mean sampled success on dev, gain",
+            [_gain(c["result"], "sampled", sorted(c["result"]["end"]))],
+            "points",
+        )
+        for factor, c in cells.items()
+    ]
+    result = report_cells("learning-tune", rows, list(cells.values()), quick=args.quick, best=best(cells))
+    emit(result, as_json=args.json, store=False)
+
+
+if __name__ == "__main__":
+    main()
