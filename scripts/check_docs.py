@@ -122,13 +122,13 @@ def _springtide(root: Path, words: list[str]) -> str | None:
     words = [re.sub(r"^\[?(--[\w-]+|[A-Z]+)\]?$", r"\1", w) for w in words]  # [--live] of a signature
     command, name = typer.main.get_command(app), "springtide"
     try:
-        context = command.make_context(name, list(words), resilient_parsing=True)
+        context = command.make_context(name, list(words))
         while hasattr(command, "commands"):
             if not words or words[0].startswith("-") or _PLACEHOLDER.match(words[0]):
                 return None  # `springtide --help`, `springtide COMMAND`
             name, command, words = command.resolve_command(context, words)  # type: ignore[attr-defined]
             if hasattr(command, "commands"):
-                context = command.make_context(name, list(words), parent=context, resilient_parsing=True)
+                context = command.make_context(name, list(words), parent=context)
         values = _filled(words)
         if "--help" in values:
             return None
