@@ -222,6 +222,11 @@ class EngineCore:
     def running(self) -> int:
         return len(self._turns)
 
+    @property
+    def filling(self) -> int:
+        """Running turns whose prompts are not yet computed."""
+        return sum(map(len, self._filling.values()))
+
     def _version_for(self, request: Request) -> int | None:
         """The version a turn runs under: the one asked for while it has its slot, else the newest; None: none yet."""
         for version in (request.version, self.newest):

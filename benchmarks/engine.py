@@ -1,0 +1,240 @@
+"""The local engine's speed against the machine's own ceiling, transformers' `generate`, and plain PyTorch kernels.
+
+    python benchmarks/engine.py [--quick] [--json]
+
+One thread, float32, two random Qwen3 models (about 1.5 M and 4.8 M parameters, vocabulary 2,048). The ceiling of a
+decode step is what the machine needs for its arithmetic and its memory alone, measured in the same run: the model's
+matrix products at their exact shapes and with its own weights, plus the KV bytes of the batch at the read bandwidth of
+a large array. Every time is the best of several repetitions, for every arm, interleaved; on a shared machine look at
+`load` first: other jobs slow the arms unequally. `--quick` takes about a minute and never counts as met.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import numpy as np
+import torch
+from common import Load, Row, arguments, emit, report
+
+from springtide.engine.local.core import EngineCore, Request
+from springtide.engine.local.engine import EngineSettings, make_core
+from springtide.engine.protocol import Generation, Sampling
+from springtide.models.decoder import Decoder, DecoderConfig, read_checkpoint
+
+SIZES = {
+    "1.5M": {"hidden_size": 160, "intermediate_size": 480, "num_hidden_layers": 4, "num_attention_heads": 4},
+    "4.8M": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 8},
+}
+VOCABULARY, HEAD_DIM, KV_HEADS = 2048, 32, 2
+NEW_TOKENS = 64
+CEILING_SHARE = {64: 0.5}  # of the ceiling, by sequences: the targets
+TIMES_TRANSFORMERS = {1: 2.0, 64: 4.0}
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
+    torch.set_num_threads(1)
+    with Load() as load:
+        bandwidth = read_bandwidth()
+        rows: list[Row] = []
+        for name in ("1.5M",) if options.quick else SIZES:
+            rows += bench_model(name, bandwidth, quick=options.quick)
+    result = report("engine", rows, load, quick=options.quick, read_bandwidth_gb_s=bandwidth / 1e9)
+    emit(result, as_json=options.json)
+
+
+def bench_model(name: str, bandwidth: float, *, quick: bool) -> list[Row]:
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_checkpoint(name, Path(directory))
+        decoder = Decoder(DecoderConfig.read(Path(directory)), read_checkpoint(Path(directory)))
+    repeats = 2 if quick else 4
+    rows = []
+    for count, context in ((1, 64), (16, 64), (64, 64), (1, 600), (16, 600), (64, 600)):
+        where = f"{name}, {count} sequences, context {context}"
+        step, ceiling, plain = [], [], []
+        for _ in range(repeats):
+            step.append(decode_step_s(decoder, count, context, "auto"))
+            ceiling.append(ceiling_step_s(decoder, count, context + NEW_TOKENS // 2, bandwidth))
+            if count == 64:
+                plain.append(decode_step_s(decoder, count, context, "torch"))
+        best = count / min(step)
+        rows.append(_row(f"decode {where}", best, "ceiling", count / min(ceiling), CEILING_SHARE.get(count)))
+        if plain:
+            rows.append(_row(f"kernels {where}", best, "PyTorch kernels", count / min(plain)))
+        if quick and context == 600:
+            continue
+        ours, theirs = [], []
+        for _ in range(1 if quick else 2):
+            ours.append(generate_s(decoder, count, context))
+            theirs.append(transformers_s(model, count, context))
+        required = TIMES_TRANSFORMERS.get(count)
+        total = count * NEW_TOKENS
+        rows.append(_row(f"generate {where}", total / min(ours), "transformers", total / min(theirs), required))
+    prompt_tokens, seconds = prefill_s(decoder)
+    products = 2 * decoder.config.product_params * prompt_tokens / products_flops(decoder, 1024)
+    rows.append(_row(f"prefill {name}", prompt_tokens / seconds, "products", prompt_tokens / products))
+    return rows
+
+
+# --- our engine --------------------------------------------------------------------------------------------------
+
+
+def engine(decoder: Decoder, kernels: str) -> EngineCore:
+    settings = EngineSettings("", "", kv_tokens=65536, kernels=kernels)  # type: ignore[arg-type]
+    core = make_core(decoder.config, settings)
+    core.add_version(0, decoder)
+    return core
+
+
+def submit(core: EngineCore, count: int, context: int, new_tokens: int) -> list[Generation]:
+    rng = np.random.default_rng(0)
+    results: list[Generation] = []
+
+    def done(result: Any) -> None:
+        if isinstance(result, Exception):
+            raise result
+        results.append(result)
+
+    for index in range(count):
+        ids = rng.integers(0, VOCABULARY, context).astype(np.int32)
+        core.submit(Request(f"s{index}", ids, Sampling(index, 0, new_tokens), done))
+    return results
+
+
+def decode_step_s(decoder: Decoder, count: int, context: int, kernels: str) -> float:
+    """Seconds of a step in which `count` sequences decode one token each, around `context` + half the new tokens."""
+    core = engine(decoder, kernels)
+    submit(core, count, context, NEW_TOKENS + 2 + count * context // core.prefill_chunk)
+    while core.running < count or core.filling:
+        core.step()
+    best = float("inf")
+    for _ in range(4):
+        start, before = time.perf_counter(), core.counts["generated"]
+        for _ in range(NEW_TOKENS // 4):
+            core.step()
+        assert core.counts["generated"] - before == count * (NEW_TOKENS // 4)
+        best = min(best, (time.perf_counter() - start) / (NEW_TOKENS // 4))
+    return best
+
+
+def generate_s(decoder: Decoder, count: int, context: int) -> float:
+    """Seconds from prompts to `NEW_TOKENS` tokens of each."""
+    core = engine(decoder, "auto")
+    start = time.perf_counter()
+    results = submit(core, count, context, NEW_TOKENS)
+    while core.step():
+        pass
+    seconds = time.perf_counter() - start
+    assert [len(r.ids) for r in results] == [NEW_TOKENS] * count
+    return seconds
+
+
+def prefill_s(decoder: Decoder) -> tuple[int, float]:
+    count, context, best = 16, 512, float("inf")
+    for _ in range(3):
+        core = engine(decoder, "auto")
+        results = submit(core, count, context, 1)
+        start = time.perf_counter()
+        while core.step():
+            pass
+        best = min(best, time.perf_counter() - start)
+        assert len(results) == count
+    return count * context, best
+
+
+# --- what it is measured against ---------------------------------------------------------------------------------
+
+
+def ceiling_step_s(decoder: Decoder, count: int, context: int, bandwidth: float) -> float:
+    """Seconds of a decode step that did nothing but its matrix products and one read of its KV."""
+    kv_bytes = 4 * decoder.config.kv_floats_per_token * count * context
+    return 2 * decoder.config.product_params * count / products_flops(decoder, count) + kv_bytes / bandwidth
+
+
+@torch.inference_mode()
+def products_flops(decoder: Decoder, count: int) -> float:
+    """FLOP/s of one pass through all the model's matrices with `count` rows."""
+    weights = [w for layer in decoder.layers for w in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    weights.append(decoder.head)
+    pairs = [(torch.randn(count, w.shape[0]), w, torch.empty(count, w.shape[1])) for w in weights]
+    flops = sum(2 * count * w.numel() for w in weights)
+
+    def once() -> None:
+        for x, w, out in pairs:
+            torch.mm(x, w, out=out)
+
+    return flops / best_of(once, 5, max(1, int(3e8 / flops)))
+
+
+def read_bandwidth() -> float:
+    """Bytes/s of summing an array far larger than any cache."""
+    array = torch.ones(64 << 20)
+    return array.numel() * 4 / best_of(lambda: array.sum(), 5, 1)
+
+
+def best_of(work: Callable[[], Any], repeats: int, inner: int) -> float:
+    work()
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(inner):
+            work()
+        best = min(best, (time.perf_counter() - start) / inner)
+    return best
+
+
+def make_checkpoint(name: str, directory: Path) -> Any:
+    """A random Qwen3 of transformers, saved to `directory`."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    config = transformers.Qwen3Config(
+        vocab_size=VOCABULARY,
+        head_dim=HEAD_DIM,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        pad_token_id=0,
+        **SIZES[name],
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(config).eval()
+    model.save_pretrained(directory)
+    return model
+
+
+@torch.inference_mode()
+def transformers_s(model: Any, count: int, context: int) -> float:
+    rng = np.random.default_rng(0)
+    ids = torch.as_tensor(rng.integers(0, VOCABULARY, (count, context)))
+    start = time.perf_counter()
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+    )
+    seconds = time.perf_counter() - start
+    assert out.shape == (count, context + NEW_TOKENS)
+    return seconds
+
+
+def _row(target: str, value: float, baseline: str, baseline_value: float, required: float | None = None) -> Row:
+    return Row(target, value, "tokens/s", baseline, baseline_value, required, judged="ratio")
+
+
+if __name__ == "__main__":
+    main()
