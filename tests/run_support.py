@@ -23,6 +23,7 @@ def run_config(model: Path, runs: Path, name: str = "run", *, suite: str = "Lett
         "suites": [{"use": f"{TESTS / 'letters.py'}:{suite}"}],
         "rollout": {"max_new_tokens": 12, "group": {"n": 4}, "concurrency": 8},
         "trainer": {"groups": 4, "lr": 3e-3},
+        "schedule": {"strict": True},
         "eval": {"at_ends": False},
         "observe": {"report": False},
     }

@@ -87,6 +87,7 @@ def evaluate(
             temperature=temperature,
             max_new_tokens=config.rollout.max_new_tokens,
             context=config.model.context,
+            max_turns=config.rollout.max_turns,
         )
 
     async def run() -> EvalResult:

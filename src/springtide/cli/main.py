@@ -54,11 +54,12 @@ def _kinds() -> tuple[tuple[type[Exception], ...], tuple[type[Exception], ...]]:
     from springtide.models.presets import ModelNotFound
     from springtide.process import ProcessFailed
     from springtide.rollout.feeder import BrokenRun
+    from springtide.trainer.checkpoint import CheckpointError
     from springtide.trainer.ledger import LedgerError
     from springtide.wire import DeadlineExceeded, RemoteError
 
     return (
-        (ConfigError, SuiteError, ChatError, ModelNotFound, LedgerError),
+        (ConfigError, SuiteError, ChatError, ModelNotFound, LedgerError, CheckpointError),
         (BrokenRun, ProcessFailed, DeadlineExceeded, RemoteError),
     )
 

@@ -67,6 +67,7 @@ class Summary:
     seed: int
     commit: str
     ledger: dict[str, Any] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)  # generated = trained + evaluated + discarded + cut off
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -123,7 +124,7 @@ class Metrics:
         """One optimiser step: `summaries` are the trained groups', `counts` all episodes that ended since the last."""
         step_s = max(1e-9, elapsed - self._last_t)
         stale = [step - 1 - version_step(b) for s in summaries for b in s["births"] if b is not None]
-        lags = [lag for s in summaries for lag in s["stale_lag"]]
+        lags = [step - 1 - drawn for s in summaries for drawn in s["stale_steps"]]
         engine = _total(engines)
         delta = _difference(engine, self._last_engine)
         success = {suite: _mean(values) for suite, values in sorted(counts.success.items())}
@@ -139,10 +140,18 @@ class Metrics:
             "success": {"mean": _mean(list(success.values())), **success},
             "reward": {suite: _mean(values) for suite, values in sorted(counts.reward.items())},
             "mixture": {suite: n / max(1, sum(state.consumed.values())) for suite, n in sorted(state.consumed.items())},
-            "staleness": {"mean": _mean(stale), "max": max(stale, default=0), "stale_pool_lag": _mean(lags)},
+            "staleness": {
+                "mean": _mean(stale),
+                "max": max(stale, default=0),
+                "stale_pool_lag": _mean(lags),
+                "stale_turns": len(lags),
+                "turns": sum(s["turns"] for s in summaries),
+            },
             "seconds": {cause: spent[cause] - self._last_spent.get(cause, 0.0) for cause in sorted(spent)},
             "status": {k: v / max(1, counts.status.total()) for k, v in sorted(counts.status.items())},
             "episodes": counts.status.total(),
+            "cut_turn_share": counts.cut_turns / max(1, counts.turns),
+            "refused_actions": dict(counts.refused),
             "dropped": dict(counts.dropped),
             "env_errors": dict(counts.env_errors),
             "discarded_tokens": dict(counts.discarded),
@@ -166,11 +175,12 @@ class Metrics:
         self._write(record)
         self._display.step(record)
         finished = counts.status.total() - counts.status["environment_error"]
-        if finished and counts.status["turn_limit"] + counts.status["context_limit"] == finished:
+        limited = sum(counts.status[status] for status in ("turn_limit", "context_limit", "time_limit"))
+        if finished and (limited == finished or counts.cut_turns == counts.turns > 0):
             self.note(
                 step,
-                "every episode since the last step hit its turn or context limit: raise rollout.max_turns, "
-                "rollout.max_new_tokens or model.context",
+                "every episode since the last step was cut at a limit of turns, context, time or tokens a turn: raise "
+                "rollout.max_turns, rollout.max_new_tokens or model.context",
             )
 
     def evaluation(self, label: str, step: int, sampled: EvalResult, greedy: EvalResult | None) -> None:
@@ -180,6 +190,7 @@ class Metrics:
             "step": step,
             "success": sampled.success,
             "greedy": greedy.success if greedy else None,
+            "generated_tokens": sum(s.generated for r in (sampled, greedy) if r for s in r.suites.values()),
             "suites": {
                 suite: {
                     **asdict(result),
@@ -194,6 +205,21 @@ class Metrics:
         self._write(record)
         self._display.evaluation(record)
 
+    def ended(self, step: int, counts: Counts, engines: Sequence[EngineStats]) -> None:
+        """What happened after the last step: with it the tokens of `generated` all have their end."""
+        delta = _difference(_total(engines), self._last_engine)
+        self._write(
+            {
+                "kind": "end",
+                "step": step,
+                "episodes": counts.status.total(),
+                "dropped": dict(counts.dropped),
+                "env_errors": dict(counts.env_errors),
+                "discarded_tokens": dict(counts.discarded),
+                "engine": {"generated_tokens": delta.generated_tokens},
+            }
+        )
+
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
@@ -207,6 +233,9 @@ def summarise(path: Path, ledger: dict[str, Any], *, seed: int, commit: str, pea
     """The summary of the run whose `metrics.jsonl` is `path`; `ledger` is its audit."""
     records = read_records(path)
     steps = [r for r in records if r["kind"] == "step"]
+    all_counts = [r for r in records if r["kind"] in ("step", "end")]
+    discarded = sum(sum(r["discarded_tokens"].values()) for r in all_counts)
+    stale_turns = sum(r["staleness"]["stale_turns"] for r in steps)
     evals = {r["label"]: r for r in records if r["kind"] == "eval"}
     start, end = evals.get("start"), evals.get("end")
     wall = steps[-1]["t"] if steps else 0.0
@@ -237,19 +266,24 @@ def summarise(path: Path, ledger: dict[str, Any], *, seed: int, commit: str, pea
         goodput_tokens_per_s=tokens / wall if wall else 0.0,
         staleness_mean=sum(r["staleness"]["mean"] * r["trajectories"] for r in steps) / max(1, trajectories),
         staleness_max=max((r["staleness"]["max"] for r in steps), default=0),
-        stale_pool_lag_mean=_mean(
-            [r["staleness"]["stale_pool_lag"] for r in steps if r["staleness"]["stale_pool_lag"]]
-        ),
+        stale_pool_lag_mean=sum(r["staleness"]["stale_pool_lag"] * r["staleness"]["stale_turns"] for r in steps)
+        / max(1, stale_turns),
         kv_hit_rate=cached / max(1.0, cached + computed),
         rollout_wait_share=sum((1 - r["engine"]["busy_share"]) * r["step_s"] for r in steps) / wall if wall else 0.0,
         train_wait_share=sum(v for k, v in seconds.items() if k.startswith("wait_")) / wall if wall else 0.0,
-        env_errors=sum(sum(r["env_errors"].values()) for r in steps),
-        discarded_tokens=sum(sum(r["discarded_tokens"].values()) for r in steps),
+        env_errors=sum(sum(r["env_errors"].values()) for r in all_counts),
+        discarded_tokens=discarded,
         logprob_gap_mean=_pooled_gap(steps),
         peak_pss_mib=max([peak_pss_mib, *(r["pss_mib"] for r in steps)]),
         seed=seed,
         commit=commit,
         ledger=ledger,
+        tokens={
+            "generated": sum(r["engine"]["generated_tokens"] for r in all_counts),
+            "trained": tokens,
+            "evaluated": sum(r["generated_tokens"] for r in records if r["kind"] == "eval"),
+            "discarded": discarded,
+        },
     )
 
 

@@ -8,8 +8,9 @@ Called by: `observe.metrics`.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from springtide.config import Config, ConfigError
 
@@ -20,11 +21,23 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+def append_lines(path: Path) -> IO[str]:
+    """Open `path` to append lines; a torn last line (a full disk, a lost machine) keeps to itself."""
+    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - its caller closes it
+    if file.tell():
+        with open(path, "rb") as reader:
+            reader.seek(-1, os.SEEK_END)
+            if reader.read(1) != b"\n":
+                file.write("\n")
+                file.flush()
+    return file
+
+
 class JsonLines:
     """Append-only; one record a line."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "a", encoding="utf-8")
+        self._file = append_lines(path)
 
     def write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record, default=float) + "\n")

@@ -28,7 +28,7 @@ async def play_endpoint(spec: EpisodeSpec, env: EnvClient, endpoint: ChatEndpoin
         limit = min(session.max_turns, spec.max_turns or session.max_turns)
         reason: FinishReason = "turn_limit"
         decode_s = env_s = 0.0
-        generated = total = turns = 0
+        generated = total = turns = cut = 0
         for number in range(limit):
             begun = time.monotonic()
             reply = await endpoint.complete(
@@ -42,8 +42,9 @@ async def play_endpoint(spec: EpisodeSpec, env: EnvClient, endpoint: ChatEndpoin
             total = reply.prompt_tokens + reply.completion_tokens
             message = reply.message
             if reply.finish == "length":
-                cut = tuple(replace(c, error="the call was cut by the token limit") for c in message.tool_calls)
-                message = replace(message, tool_calls=cut)
+                cut += 1
+                calls = tuple(replace(c, error="the call was cut by the token limit") for c in message.tool_calls)
+                message = replace(message, tool_calls=calls)
             acted = time.monotonic()
             observation = await session.act(message, number)
             decode_s, env_s = decode_s + acted - begun, env_s + time.monotonic() - acted
@@ -68,11 +69,12 @@ async def play_endpoint(spec: EpisodeSpec, env: EnvClient, endpoint: ChatEndpoin
         cause=outcome.cause,
         detail=outcome.detail,
         loss_tokens=generated,
+        generated=generated,
         tokens=total,
         turns=turns,
-        stale_turns=0,
+        cut_turns=cut,
+        stale_steps=(),
         birth=None,
-        stale_lag=0.0,
         queue_s=0.0,
         decode_s=decode_s,
         env_s=env_s,

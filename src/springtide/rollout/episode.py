@@ -59,7 +59,12 @@ class EpisodeSpec:
 @record
 @dataclass(frozen=True, slots=True)
 class EpisodeSummary:
-    """What the driver needs to know of a trajectory; the tokens stay with the worker. Times in seconds."""
+    """What the driver needs to know of a trajectory; the tokens stay with the worker. Times in seconds.
+
+    generated: every token an engine returned to this episode; `loss_tokens` of them are in the trajectory (none, where
+    the environment was lost). cut_turns: turns that ended at the token limit. stale_steps: the optimiser step whose
+    weights sampled each stale turn.
+    """
 
     visit: int
     member: int
@@ -70,11 +75,12 @@ class EpisodeSummary:
     cause: str | None
     detail: str
     loss_tokens: int
+    generated: int
     tokens: int
     turns: int
-    stale_turns: int
+    cut_turns: int
+    stale_steps: tuple[int, ...]
     birth: int | None
-    stale_lag: float
     queue_s: float
     decode_s: float
     env_s: float
@@ -84,7 +90,7 @@ class EpisodeSummary:
     @staticmethod
     def lost(spec: EpisodeSpec, detail: str, cause: Cause = "worker_lost") -> EpisodeSummary:
         """The summary of an episode without a trajectory (by default: its worker died with it)."""
-        return summarise(_failed(spec, EnvironmentUnavailable(cause, detail)), 0.0)
+        return summarise(_failed(spec, EnvironmentUnavailable(cause, detail)), 0.0, generated=0)
 
 
 async def play(spec: EpisodeSpec, env: EnvClient, engine: Engine, chat: Chat) -> Trajectory:
@@ -117,6 +123,7 @@ async def _play(spec: EpisodeSpec, session: Session, engine: Engine, chat: Chat)
             reason = "context_limit"
             break
         started = time.monotonic()
+        policy: Literal["current", "stale", "gold"]
         if gold is not None:
             if number >= len(gold):
                 reason = "done"
@@ -143,6 +150,8 @@ async def _play(spec: EpisodeSpec, session: Session, engine: Engine, chat: Chat)
             except (EngineError, ConnectionLost, DeadlineExceeded) as error:
                 lost = isinstance(error, ConnectionLost)
                 raise EnvironmentUnavailable("infrastructure", f"engine{' lost' if lost else ''}: {error}") from error
+            if generation.version != spec.stale_version:
+                policy = "current"  # also a stale turn whose version was refreshed away meanwhile: the newest drew it
         message = conversation.assistant(generation.ids, generation.finish, generation.logprobs, generation.version)
         messages.append(message)
         acted = time.monotonic()
@@ -176,12 +185,10 @@ async def _play(spec: EpisodeSpec, session: Session, engine: Engine, chat: Chat)
     )
 
 
-def summarise(trajectory: Trajectory, wall_s: float) -> EpisodeSummary:
-    """The driver's view of a trajectory."""
+def summarise(trajectory: Trajectory, wall_s: float, *, generated: int | None = None) -> EpisodeSummary:
+    """The driver's view of a trajectory; `generated` counts what the engine returned, if more than it holds."""
     outcome, birth = trajectory.outcome, trajectory.oldest_version()
     stale = [t for t in trajectory.turns if t.policy == "stale" and t.end > t.start]
-    newest = max((int(s.versions.max()) for s in trajectory.segments if len(s.versions)), default=0)
-    lags = [version_step(newest) - version_step(int(trajectory.segments[t.segment].versions[t.start])) for t in stale]
     return EpisodeSummary(
         visit=trajectory.visit,
         member=trajectory.member,
@@ -192,11 +199,12 @@ def summarise(trajectory: Trajectory, wall_s: float) -> EpisodeSummary:
         cause=outcome.cause,
         detail=outcome.detail,
         loss_tokens=trajectory.loss_tokens,
+        generated=trajectory.loss_tokens if generated is None else generated,
         tokens=trajectory.tokens,
         turns=len(trajectory.turns),
-        stale_turns=len(stale),
+        cut_turns=sum(t.finish == "length" for t in trajectory.turns),
+        stale_steps=tuple(version_step(int(trajectory.segments[t.segment].versions[t.start])) for t in stale),
         birth=birth,
-        stale_lag=sum(lags) / len(lags) if lags else 0.0,
         queue_s=sum(t.queue_s for t in trajectory.turns),
         decode_s=sum(t.decode_s for t in trajectory.turns),
         env_s=sum(t.env_s for t in trajectory.turns),

@@ -36,6 +36,7 @@ class SuiteResult:
     env_errors: int
     tokens: float
     turns: float
+    generated: int  # tokens of all attempts, those whose environment failed included
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,13 @@ async def evaluate(
     """
     limit = asyncio.Semaphore(concurrency)
     results: dict[str, dict[int, list[EpisodeSummary]]] = {suite: {} for suite in tasks}
+    generated: Counter[str] = Counter()
 
     async def one(suite: str, task: TaskRef, visit: int, member: int) -> None:
         async with limit:
             for retry in range(_RETRIES + 1):
                 summary = await play(make_spec(task, visit, member, retry))
+                generated[suite] += summary.generated
                 if summary.cause is None:
                     break
         results[suite].setdefault(visit, []).append(summary)
@@ -86,11 +89,11 @@ async def evaluate(
                     group.create_task(one(suite, task, visit, member))
                 visit += 1
     return EvalResult(
-        {suite: _suite_result(suite, list(visits.values()), samples) for suite, visits in results.items()}
+        {s: _suite_result(s, list(visits.values()), samples, generated[s]) for s, visits in results.items()}
     )
 
 
-def _suite_result(suite: str, visits: list[list[EpisodeSummary]], samples: int) -> SuiteResult:
+def _suite_result(suite: str, visits: list[list[EpisodeSummary]], samples: int, generated: int) -> SuiteResult:
     played = [s for visit in visits for s in visit if s.cause is None]
     wins = sum(bool(s.success) for s in played)
     low, high = wilson(wins, len(played))
@@ -109,6 +112,7 @@ def _suite_result(suite: str, visits: list[list[EpisodeSummary]], samples: int) 
         env_errors=sum(s.cause is not None for visit in visits for s in visit),
         tokens=sum(s.tokens for s in played) / count,
         turns=sum(s.turns for s in played) / count,
+        generated=generated,
     )
 
 

@@ -27,14 +27,20 @@ from springtide.schedule.readiness import Abort, Admit, Admitted, Dropped, Event
 from springtide.schedule.sampling import UniformSampler
 from springtide.trace import TaskRef, version_step
 from springtide.trainer.ledger import Ledger
-from springtide.wire import ConnectionLost, RemoteError
+from springtide.wire import ConnectionLost, DeadlineExceeded, RemoteError
 
 _BROKEN_AFTER = 64  # episodes of a suite that failed in a row: the environment is broken, not unlucky
+_CONTROL_S = 60.0  # deadline of a short call to a rollout worker
+_LEAVE_S = 5.0  # the same, of a group that is given up
 _NO_SIGNAL_STEPS = 20  # steps' worth of groups in a row with equal rewards: nothing is left to learn from
 
 
 class BrokenRun(Exception):
     """The run cannot go on: an environment always fails, or no group carries a signal. One line with the cause."""
+
+
+class InvalidAction(BrokenRun):
+    """A policy decided what cannot be done (under `schedule.strict`; else it is refused and counted)."""
 
 
 @dataclass(slots=True)
@@ -56,15 +62,17 @@ class Counts:
     env_errors: Counter[str] = field(default_factory=Counter)
     kept_tokens: list[int] = field(default_factory=list)
     dropped_tokens: list[int] = field(default_factory=list)
-    discarded: Counter[str] = field(default_factory=Counter)  # loss tokens by the cause they were discarded for
-    generated: int = 0
+    discarded: Counter[str] = field(default_factory=Counter)  # sampled tokens by the cause they were discarded for
+    refused: Counter[str] = field(default_factory=Counter)  # invalid actions of the policy, by kind
+    turns: int = 0
+    cut_turns: int = 0  # ended by the token limit
     env_s: float = 0.0
     queue_s: float = 0.0
     decode_s: float = 0.0
 
 
 class Feeder:
-    """See the module. `notify` is called after every event, with the event."""
+    """See the module. `record` gets every event and action, `note` what a person should see."""
 
     def __init__(
         self,
@@ -78,17 +86,20 @@ class Feeder:
         versions: Versions,
         directory: Path,
         record: Callable[[Event | Admit | Abort], None],
+        note: Callable[[str], None],
     ) -> None:
         self._config, self._ledger, self._state, self._policy = config, ledger, state, policy
         self._samplers, self._pool, self._versions, self._directory = samplers, pool, versions, directory
-        self._record = record
+        self._record, self._note = record, note
         self._groups: dict[int, asyncio.Task[None]] = {}
+        self._given_up: dict[int, str] = {}  # groups that are being cancelled, and why
         self._draws = ledger.draws()
         self._next_visit = ledger.next_visit()
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
         self._failed_in_a_row: Counter[str] = Counter()
         self._without_signal = 0
+        self._statuses: Counter[str] = Counter()  # of the members of groups without signal
         self.summaries: dict[int, dict[str, Any]] = {}  # of ready visits: what advantages are computed from
         self.counts = Counts()
         self._holding = False
@@ -131,12 +142,12 @@ class Feeder:
         self._holding = holding
         self._wake.set()
 
-    def end(self, cause: str) -> None:
+    async def end(self, cause: str) -> None:
         """Drop all that is pending, with `cause`: the run is over and every drawn member must have its end."""
+        groups = list(self._groups.values())
         for visit in list(self._state.groups):
             self._drop(visit, cause)
-        for task in self._groups.values():
-            task.cancel()
+        await asyncio.gather(*groups, return_exceptions=True)
 
     def take_counts(self) -> Counts:
         counts, self.counts = self.counts, Counts()
@@ -145,12 +156,23 @@ class Feeder:
     async def _decide(self, tasks: asyncio.TaskGroup) -> None:
         admitted: list[tuple[int, TaskRef]] = []
         while actions := self._policy.decide(self._state):
+            invalid = [(action, why) for action in actions if (why := self._state.invalid(action)) is not None]
+            if invalid:
+                action, why = invalid[0]
+                if self._config.schedule.strict:
+                    raise InvalidAction(f"schedule.policy {self._config.schedule.policy}: {action} is invalid: {why}")
+                self.counts.refused.update(type(action).__name__ for action, _ in invalid)
+            refused = [action for action, _ in invalid]
             for action in actions:
+                if action in refused:
+                    continue
                 self._record(action)
                 if isinstance(action, Abort):
                     self._drop(action.visit, action.cause)
                 else:
                     admitted.append(self._draw(action.suite))
+            if len(refused) == len(actions):
+                break  # asked again now, it would only repeat itself
         if admitted and self._config.schedule.policy == "synchronous":
             worker = await self._pool.acquire()
             await worker.call("expect", deadline_s=10, episodes=len(admitted) * self._config.rollout.group.n)
@@ -180,25 +202,32 @@ class Feeder:
     # --- one group --------------------------------------------------------------------------------------------------
 
     async def _group(self, visit: int, task: TaskRef) -> None:
+        deadline = asyncio.get_running_loop().time() + self._config.rollout.group.deadline_s
         try:
-            deadline = asyncio.get_running_loop().time() + self._config.rollout.group.deadline_s
             while True:
                 worker = await self._pool.acquire()
+                present: dict[int, EpisodeSummary] = {}
                 try:
-                    members = await self._members(worker, visit, task, deadline)
-                    await self._finish(worker, visit, task, members)
+                    await self._members(worker, visit, task, deadline, present)
+                    await self._finish(worker, visit, task, present)
                     return
                 except ConnectionLost:
-                    continue  # the worker died and all it held with it: play the group again on another
+                    # The worker died and all it held with it: play the group again on another.
+                    self.counts.discarded["worker_lost"] += sum(s.generated for s in present.values())
+                except asyncio.CancelledError:
+                    cause = self._given_up.pop(visit, "run_ended")
+                    self.counts.discarded[cause] += sum(s.generated for s in present.values())
+                    with contextlib.suppress(DeadlineExceeded):  # a stopped worker must not hold up the run's end
+                        await self._discard(worker, visit, present, cause, deadline_s=_LEAVE_S)
+                    raise
         finally:
             self._groups.pop(visit, None)
 
     async def _members(
-        self, worker: RolloutWorker, visit: int, task: TaskRef, deadline: float
-    ) -> dict[int, EpisodeSummary]:
-        """Play every member until it is present or the deadline passes. Raises: ConnectionLost."""
+        self, worker: RolloutWorker, visit: int, task: TaskRef, deadline: float, present: dict[int, EpisodeSummary]
+    ) -> None:
+        """Play every member until it is in `present` or the deadline passes. Raises: ConnectionLost."""
         used = self._ledger.retries_used(visit)
-        present: dict[int, EpisodeSummary] = {}
 
         async def member(number: int) -> None:
             retry, failures = used.get(number, (0, 0))
@@ -220,7 +249,6 @@ class Feeder:
                             tasks.create_task(member(number))
                 except BaseExceptionGroup as failed:
                     raise root_cause(failed) from None
-        return present
 
     async def _episode(
         self, worker: RolloutWorker, task: TaskRef, visit: int, member: int, retry: int
@@ -267,7 +295,7 @@ class Feeder:
             detail=summary.detail,
             reward=summary.reward,
             success=summary.success,
-            tokens=summary.loss_tokens,
+            tokens=summary.generated,
             killed=summary.killed,
         )
         self._count(task.suite, summary)
@@ -277,29 +305,31 @@ class Feeder:
         self, worker: RolloutWorker, visit: int, task: TaskRef, members: dict[int, EpisodeSummary]
     ) -> None:
         scored = tuple(Member(m, s.status, s.reward, s.success, s.loss_tokens) for m, s in sorted(members.items()))
-        tokens = sum(s.loss_tokens for s in members.values())
+        tokens = sum(s.generated for s in members.values())
         rewards = GroupRewards(task.id, visit, task.suite, scored)
         if len(members) < self._config.min_members:
-            await self._forget(worker, visit, "deadline", tokens)
+            await self._forget(worker, visit, "deadline", members)
         elif (cause := advantages([rewards], self._config.algorithm)[0].dropped) is not None:
-            self._without_signal += 1
-            await self._forget(worker, visit, cause, tokens)
-            if self._without_signal >= _NO_SIGNAL_STEPS * self._config.trainer.groups:
-                raise BrokenRun(
-                    f"the last {self._without_signal} groups carried no signal ({cause}): nothing to learn from; use "
-                    'easier or harder tasks (suites.level), a better start, or algorithm.equal_rewards = "keep"'
-                )
+            await self._forget(worker, visit, cause, members)
+            self._count_no_signal(cause, members)
         else:
             self._without_signal = 0
+            self._statuses.clear()
             path = self._directory / f"{visit:08d}.msgpack"
-            await worker.call("seal", deadline_s=60, purpose="train", visit=visit, path=str(path))
-            if visit not in self._state.groups:
-                return  # aborted meanwhile
+            try:
+                await worker.call("seal", deadline_s=60, purpose="train", visit=visit, path=str(path))
+            except RemoteError as error:
+                raise BrokenRun(
+                    f"cannot write {path}: {error.message}; make room there and continue with --resume"
+                ) from error
+            if len(members) < self._config.rollout.group.n:
+                await self._discard(worker, visit, members, "deadline")  # what a missing member still plays
             summary = {
                 "task": task.id,
                 "suite": task.suite,
                 "members": [[m.member, m.status, m.reward, m.success, m.loss_tokens] for m in scored],
-                "stale_lag": [s.stale_lag for s in members.values() if s.stale_turns],
+                "turns": sum(s.turns for s in members.values()),
+                "stale_steps": [step for _, s in sorted(members.items()) for step in s.stale_steps],
                 "births": [s.birth for _, s in sorted(members.items())],
             }
             self._ledger.ready(visit, path.name, summary)
@@ -307,31 +337,66 @@ class Feeder:
             self.counts.kept_tokens.append(tokens)
             self.apply(Ready(time.time(), visit))
 
-    async def _forget(self, worker: RolloutWorker, visit: int, cause: str, tokens: int) -> None:
-        if visit in self._state.groups:
-            self._drop(visit, cause)
-            self.counts.dropped_tokens.append(tokens)
-            self.counts.discarded[cause] += tokens
-        await worker.call("discard", deadline_s=10, purpose="train", visit=visit)
+    def _count_no_signal(self, cause: str, members: dict[int, EpisodeSummary]) -> None:
+        """A group that teaches nothing: said once when it is a step's worth of them, the end when it is many."""
+        self._without_signal += 1
+        self._statuses.update("a reply cut at its limit" if s.cut_turns else s.status for s in members.values())
+        total = self._statuses.total()
+        ends = ", ".join(f"{status} {n / total:.0%}" for status, n in self._statuses.most_common())
+        text = f"the last {self._without_signal} groups carried no signal ({cause}; episodes ended as: {ends})"
+        if self._without_signal == self._config.trainer.groups:
+            self._note(text)
+        if self._without_signal >= _NO_SIGNAL_STEPS * self._config.trainer.groups:
+            raise BrokenRun(
+                f"{text}: nothing to learn from; use easier or harder tasks (suites.level), a better start, higher "
+                'limits if replies are cut (rollout.max_new_tokens), or algorithm.equal_rewards = "keep"'
+            )
+
+    async def _forget(self, worker: RolloutWorker, visit: int, cause: str, members: dict[int, EpisodeSummary]) -> None:
+        self._drop(visit, cause)
+        tokens = sum(s.generated for s in members.values())
+        self.counts.dropped_tokens.append(tokens)
+        self.counts.discarded[cause] += tokens
+        await self._discard(worker, visit, members, cause)
+
+    async def _discard(
+        self,
+        worker: RolloutWorker,
+        visit: int,
+        present: dict[int, EpisodeSummary],
+        cause: str,
+        *,
+        deadline_s: float = _CONTROL_S,
+    ) -> None:
+        """Let the worker forget the visit and end what still plays of it; count the tokens beside the `present`'s."""
+        with contextlib.suppress(ConnectionLost):  # then they are gone with it
+            self.counts.discarded[cause] += await worker.call(
+                "discard", deadline_s=deadline_s, purpose="train", visit=visit, known=tuple(present)
+            )
 
     def _drop(self, visit: int, cause: str) -> None:
+        """End the visit without training; what of it is in flight or ready is given up and counted."""
         self._ledger.drop(visit, cause)
         self.counts.dropped[cause] += 1
-        self.summaries.pop(visit, None)
+        if (summary := self.summaries.pop(visit, None)) is not None:
+            self.counts.discarded[cause] += sum(tokens for *_, tokens in summary["members"])
         task = self._groups.get(visit)
         if task is not None and task is not asyncio.current_task():
+            self._given_up[visit] = cause
             task.cancel()
         self.apply(Dropped(time.time(), visit, cause))
 
     def _count(self, suite: str, summary: EpisodeSummary) -> None:
         counts = self.counts
         counts.status[summary.status] += 1
-        counts.generated += summary.loss_tokens
+        counts.turns += summary.turns
+        counts.cut_turns += summary.cut_turns
         counts.env_s += summary.env_s
         counts.queue_s += summary.queue_s
         counts.decode_s += summary.decode_s
         if summary.cause is not None:
             counts.env_errors[f"{suite}/{summary.cause}"] += 1
+            counts.discarded["environment_error"] += summary.generated
             self._failed_in_a_row[suite] += not summary.killed
             if self._failed_in_a_row[suite] >= _BROKEN_AFTER:
                 raise BrokenRun(

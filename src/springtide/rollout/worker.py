@@ -13,7 +13,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -35,7 +35,7 @@ class Worker:
         self._chat, self._env, self._engines = chat, env, engines
         self._lockstep = Lockstep(engines[0]) if lockstep else None
         self._finished: dict[tuple[str, int], dict[int, Trajectory]] = {}
-        self._playing: dict[tuple[str, int], set[asyncio.Task[Any]]] = {}
+        self._playing: dict[tuple[str, int], dict[asyncio.Task[Any], _Counted]] = {}
         self._lags: list[float] = []
 
     async def episode(self, spec: EpisodeSpec) -> EpisodeSummary:
@@ -43,21 +43,21 @@ class Worker:
         link = self._engines[spec.visit % len(self._engines)]  # a group shares its prefix, so it shares the engine
         task = asyncio.current_task()
         assert task is not None
-        playing = self._playing.setdefault((spec.purpose, spec.visit), set())
-        playing.add(task)
+        playing = self._playing.setdefault((spec.purpose, spec.visit), {})
+        playing[task] = counted = _Counted()
         try:
             if self._lockstep is None:
-                trajectory = await play(spec, self._env, await link.client(), self._chat)
+                trajectory = await play(spec, self._env, counted.over(await link.client()), self._chat)
             else:
                 async with self._lockstep.player() as locked:
-                    trajectory = await play(spec, self._env, locked, self._chat)
+                    trajectory = await play(spec, self._env, counted.over(locked), self._chat)
         finally:
-            playing.discard(task)
-            if not playing:
-                self._playing.pop((spec.purpose, spec.visit), None)
+            playing.pop(task, None)
+            if not playing and self._playing.get((spec.purpose, spec.visit)) is playing:
+                del self._playing[spec.purpose, spec.visit]
         if not trajectory.outcome.failed_environment:
             self._finished.setdefault((spec.purpose, spec.visit), {})[spec.member] = trajectory
-        return summarise(trajectory, time.monotonic() - started)
+        return summarise(trajectory, time.monotonic() - started, generated=counted.tokens)
 
     def seal(self, purpose: str, visit: int, path: Path) -> int:
         """Write the visit's members as one group file; returns its size in bytes."""
@@ -72,11 +72,14 @@ class Worker:
         if not self._finished.get((purpose, visit)):
             self._finished.pop((purpose, visit), None)
 
-    def discard(self, purpose: str, visit: int) -> None:
-        """Forget the visit: what has finished and what still plays."""
-        self._finished.pop((purpose, visit), None)
-        for task in self._playing.get((purpose, visit), ()):
+    def discard(self, purpose: str, visit: int, known: tuple[int, ...]) -> int:
+        """Forget the visit: what has finished and what still plays. Returns its tokens, without members in `known`."""
+        finished = self._finished.pop((purpose, visit), {})
+        playing = self._playing.pop((purpose, visit), {})
+        for task in playing:
             task.cancel()
+        unknown = sum(t.loss_tokens for member, t in finished.items() if member not in known)
+        return unknown + sum(c.tokens for c in playing.values())
 
     def expect(self, episodes: int) -> None:
         if self._lockstep is not None:
@@ -147,7 +150,11 @@ class Lockstep:
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._waiting[request["session"]] = (future, request)
         self._fire_if_complete()
-        return await future
+        try:
+            return await future
+        finally:  # a cancelled episode is not waited for, and nothing is generated for it
+            if self._waiting.get(request["session"], (None,))[0] is future:
+                del self._waiting[request["session"]]
 
     def _fire_if_complete(self) -> None:
         if self._expected == 0 and self._waiting and len(self._waiting) >= self._live:
@@ -170,6 +177,25 @@ class Lockstep:
                 future.set_exception(EngineError(result))
             else:
                 future.set_result(result)
+
+
+class _Counted:
+    """Counts the tokens an engine returned to one episode, also of turns that reach no trajectory."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def over(self, engine: Any) -> Engine:
+        self._engine = engine
+        return cast(Engine, self)
+
+    async def generate(self, *args: Any, **options: Any) -> Generation:
+        generation: Generation = await self._engine.generate(*args, **options)
+        self.tokens += len(generation.ids)
+        return generation
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
 
 class _LockedEngine:
@@ -222,7 +248,7 @@ async def main(socket_path: str, args: dict[str, Any]) -> None:
                 case "forget":
                     return worker.forget(payload["purpose"], payload["visit"], payload["member"])
                 case "discard":
-                    return worker.discard(payload["purpose"], payload["visit"])
+                    return worker.discard(payload["purpose"], payload["visit"], payload["known"])
                 case "expect":
                     return worker.expect(payload["episodes"])
                 case "stats":

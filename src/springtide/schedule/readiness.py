@@ -15,6 +15,16 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
+class Began:
+    """A driver started or resumed the run: nothing is pending, and this is where it stands. The first event of each."""
+
+    t: float
+    step: int
+    mixture: dict[str, float]
+    consumed: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Admitted:
     """A group was drawn and its episodes start. `birth` is the optimiser step of the newest weights then."""
 
@@ -65,8 +75,10 @@ class Evaluation:
     running: bool
 
 
-Event = Admitted | Ready | Dropped | StepStarted | StepEnded | Evaluation
-_EVENTS: dict[str, type] = {c.__name__: c for c in (Admitted, Ready, Dropped, StepStarted, StepEnded, Evaluation)}
+Event = Began | Admitted | Ready | Dropped | StepStarted | StepEnded | Evaluation
+_EVENTS: dict[str, type] = {
+    c.__name__: c for c in (Began, Admitted, Ready, Dropped, StepStarted, StepEnded, Evaluation)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +133,10 @@ class Readiness:
     def apply(self, event: Event) -> None:
         """Advance by one event. Raises: InvalidEvent, with the state unchanged."""
         match event:
+            case Began(_, step, mixture, consumed):
+                self.step, self.mixture, self.consumed = step, dict(mixture), Counter(consumed)
+                self.groups, self.training = {}, ()
+                self.step_running = self.evaluating = False
             case Admitted(t, visit, suite, birth):
                 if visit in self.groups:
                     raise InvalidEvent(f"visit {visit} was admitted twice")
@@ -154,6 +170,15 @@ class Readiness:
                 self.evaluating = running
         # Clocks of different processes may jump back a little; the state's never does.
         self.now = max(self.now, event.t)
+
+    def invalid(self, action: Action) -> str | None:
+        """Why `action` cannot be carried out now, or None."""
+        match action:
+            case Admit(suite) if suite not in self.mixture:
+                return f"{suite!r} is not in the mixture ({', '.join(self.mixture)})"
+            case Abort(visit) if visit not in self.groups:
+                return f"visit {visit} is neither in flight nor ready"
+        return None
 
     def in_flight(self) -> list[GroupState]:
         return [g for g in self.groups.values() if g.state == "in_flight"]

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import subprocess
 import time
-from collections import Counter
-from collections.abc import AsyncIterator
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from springtide.env.registry import load_suite
 from springtide.models.presets import resolve_model, vocab_size
 from springtide.observe.metrics import Metrics, Summary, summarise
 from springtide.observe.progress import make_display
-from springtide.observe.sinks import open_sinks
+from springtide.observe.sinks import append_lines, open_sinks
 from springtide.process import root_cause
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
 from springtide.rollout.evaluate import EvalResult, eval_tasks, evaluate
@@ -34,15 +35,18 @@ from springtide.rollout.feeder import BrokenRun, Feeder, Versions
 from springtide.rollout.pool import play_once
 from springtide.runtime.local import Runtime, open_runtime
 from springtide.schedule.policies import Bounds, Wait, choose_batch, make_policy
-from springtide.schedule.readiness import Evaluation, Readiness, StepEnded, StepStarted, event_to_json
+from springtide.schedule.readiness import Began, Evaluation, Readiness, StepEnded, StepStarted, event_to_json
 from springtide.schedule.sampling import UniformSampler
 from springtide.trace import TaskRef, make_version
 from springtide.trainer.checkpoint import CheckpointError, verify
 from springtide.trainer.ledger import Ledger
 from springtide.trainer.rundir import RunDirectory, prepare
+from springtide.wire import RemoteError
 
 _STEP_S = 3600.0  # deadline of one optimiser step, a publication, a checkpoint
 _EVAL_EPISODES = 256  # evaluation episodes at once
+_SLACK_S = 60.0  # beyond a group's deadline, until a wait without any event counts as stuck
+_REFUSED_STEPS = 5  # in a row, then the run ends
 _KEPT = 4  # evaluation episodes a suite that are kept for people to read
 
 
@@ -55,7 +59,7 @@ class Clock:
     """Where the driver's time went since the run's loop began, in seconds by cause."""
 
     started: float = field(default_factory=time.monotonic)
-    spent: Counter[str] = field(default_factory=Counter)
+    spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @contextlib.contextmanager
     def measure(self, cause: str):
@@ -113,13 +117,16 @@ class Driver:
             versions=self._versions,
             directory=directory.trajectories,
             record=self._record,
+            note=lambda text: metrics.note(self.step, text),
         )
+        self._feeder.apply(Began(time.time(), self.step, self._state.mixture, dict(self._state.consumed)))
         self._synchronous = config.schedule.policy == "synchronous"
         self._clock = Clock()
         self._evaluations = 0
         self._pending_eval: asyncio.Task[None] | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._saved_step = self.step if checkpoint else -1
+        self._refused = 0
 
     # --- the sentence -----------------------------------------------------------------------------------------------
 
@@ -162,7 +169,7 @@ class Driver:
                 yield
                 await self._join_evaluation()
                 self._feeder.hold(True)
-                self._feeder.end("run_ended")
+                await self._feeder.end("run_ended")
                 feeder.cancel()
                 watcher.cancel()
         except BaseExceptionGroup as group:
@@ -172,7 +179,7 @@ class Driver:
 
     async def next_batch(self) -> tuple[int, ...]:
         """Wait until the policy's batch is ready; the visits of it. Raises: StuckRun."""
-        patience = self.config.rollout.group.deadline_s + 60
+        patience = self.config.rollout.group.deadline_s + _SLACK_S
         while isinstance(choice := choose_batch(self._state, self._bounds), Wait):
             blocked = self._policy.blocked(self._state)
             self.metrics.waiting(choice.reason, blocked)
@@ -205,10 +212,23 @@ class Driver:
             learned = await self._runtime.trainer.call(
                 "train", deadline_s=_STEP_S, items=items, version=self._versions.current, **files
             )
-        self._running = self._running.after(consumed(results))
         self.step += 1
-        self._ledger.trained(list(visits), self.incarnation, self.step)
+        if learned["refused"] is None:
+            self._refused = 0
+            self._running = self._running.after(consumed(results))
+            self._ledger.trained(list(visits), self.incarnation, self.step)
+            unscored = {(r.visit, member) for r in results for member in r.unscored}
+            self._feeder.counts.discarded["unscored"] += sum(
+                m.loss_tokens for g in groups for m in g.members if (g.visit, m.member) in unscored
+            )
+        else:
+            self._refuse(visits, learned)
         await self._log_step(summaries, learned)
+        if self._refused >= _REFUSED_STEPS:
+            raise BrokenRun(
+                f"the last {self._refused} steps were refused: {learned['refused']} not finite; lower trainer.lr or "
+                "algorithm.kl_coef, or resume from an earlier checkpoint"
+            )
 
     async def publish(self) -> None:
         """Publish the trainer's weights under this step's version, and wait until every engine verified them."""
@@ -238,7 +258,13 @@ class Driver:
             "trained_s": self.trained_s + (self._clock.elapsed if self._state.step or self.step else 0.0),
         }
         with self._clock.measure("checkpoint"):
-            await self._runtime.trainer.call("save", deadline_s=_STEP_S, path=str(path), extra=extra)
+            try:
+                await self._runtime.trainer.call("save", deadline_s=_STEP_S, path=str(path), extra=extra)
+            except RemoteError as error:
+                why = " ".join(error.message.split())
+                raise BrokenRun(
+                    f"cannot write checkpoint {path}: {why}; make room there and continue with --resume"
+                ) from error
         self._saved_step = self.step
         await self._runtime.trainer.call(
             "forget",
@@ -274,6 +300,7 @@ class Driver:
 
     async def summarise(self) -> Summary:
         """Write and return the run's summary."""
+        self.metrics.ended(self.step, self._feeder.take_counts(), await self._runtime.engine_stats())
         summary = summarise(
             self.directory.metrics,
             self._ledger.audit(),
@@ -341,6 +368,17 @@ class Driver:
             max_turns=rollout.max_turns,
             version=version,
         )
+
+    def _refuse(self, visits: tuple[int, ...], learned: dict[str, Any]) -> None:
+        """The trainer took no step: its groups end untrained, by name."""
+        self._refused += 1
+        for visit in visits:
+            self._ledger.drop(visit, "refused_step")
+        counts = self._feeder.counts
+        counts.dropped["refused_step"] += len(visits)
+        counts.discarded["refused_step"] += learned["loss_tokens"]
+        learned["loss_tokens"] = 0
+        self.metrics.note(self.step, f"step {self.step} was refused, its {learned['refused']} is not finite")
 
     async def _frozen_logprobs(self, items: tuple[dict[str, Any], ...]) -> dict[str, str]:
         """The files of log-probs that the step's loss needs, each written by a rank of its own."""
@@ -430,7 +468,7 @@ async def open_run(config: Config, *, resume: bool = False) -> AsyncIterator[Dri
     directory, lock = prepare(config, resume=resume)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(lock.close)
-        events = stack.enter_context(open(directory.events, "a", encoding="utf-8"))
+        events = stack.enter_context(append_lines(directory.events))
         sinks = open_sinks(config, directory.path)
         display = stack.enter_context(make_display(config))
         ledger = Ledger(directory.ledger)
@@ -449,6 +487,11 @@ async def open_run(config: Config, *, resume: bool = False) -> AsyncIterator[Dri
                 raise ConfigError(f"suites: {entry.use} has no tasks in split {entry.split}, level {entry.level}")
             name = tasks[0].suite
             catalogs[name], weights[name] = tasks, entry.weight
+            if not ledger.same_as_before(f"tasks of {name}", _fingerprint(tasks)):
+                raise ConfigError(
+                    f"the {entry.split} tasks of suite {name} are not those the run began with, so --resume would skip "
+                    "or repeat some; start a new run, or use the suite's former version"
+                )
             evals[name] = await runtime.catalog.catalog(entry.use, split, entry.level)
         driver = Driver(config, directory, runtime, ledger, metrics, catalogs, evals, weights, checkpoint, events)
         if not driver.fresh:
@@ -466,14 +509,24 @@ def check_run(config: Config) -> Path:
 
 
 def newest_checkpoint(directory: RunDirectory, note: Any) -> Path | None:
-    """The newest checkpoint whose files are whole; a damaged one is named and passed over."""
-    for path in directory.saved():
+    """The newest checkpoint whose files are whole; a damaged one is named and passed over. None: none was written yet.
+
+    Raises: CheckpointError if all are damaged.
+    """
+    saved = directory.saved()
+    for path in saved:
         try:
             verify(path)
             return path
         except CheckpointError as error:
-            note(f"{error}; trying the one before")
+            note(str(error))
+    if saved:
+        raise CheckpointError(f"every checkpoint in {directory.checkpoints} is damaged; start a new run")
     return None
+
+
+def _fingerprint(tasks: Sequence[TaskRef]) -> str:
+    return hashlib.sha256(json.dumps([(t.id, t.version, t.seed) for t in tasks]).encode()).hexdigest()
 
 
 def commit() -> str:

@@ -126,6 +126,12 @@ class Ledger:
             raise LedgerError(f"visit {visit} cannot be dropped: it is {row[0] if row else 'unknown'}")
         self._move(visit, row[0], "dropped", cause=cause, ended_at=time.time())
 
+    def same_as_before(self, what: str, fingerprint: str) -> bool:
+        """Whether `what` had this fingerprint when the run began; the first one given is remembered."""
+        before = self._get(f"fingerprint/{what}", fingerprint)
+        self._set(f"fingerprint/{what}", before)
+        return before == fingerprint
+
     # --- resume -----------------------------------------------------------------------------------------------------
 
     def begin(self, step: int, bound: int) -> int:
