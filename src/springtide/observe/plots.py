@@ -7,6 +7,7 @@ Called by: `observe.report`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,12 +36,12 @@ def window(steps: int) -> int:
 
 def smooth(values: Sequence[float], width: int) -> list[float]:
     """Centred moving mean over `width` values, one-sided at the ends; NaN are left out of every mean."""
-    half = width // 2
-    out = []
-    for i in range(len(values)):
-        known = [v for v in values[max(0, i - half) : i + half + 1] if math.isfinite(v)]
-        out.append(sum(known) / len(known) if known else math.nan)
-    return out
+    half, n = width // 2, len(values)
+    known = [math.isfinite(v) for v in values]
+    sums = [0.0, *itertools.accumulate(v if k else 0.0 for v, k in zip(values, known, strict=True))]
+    counts = [0, *itertools.accumulate(map(int, known))]
+    spans = [(max(0, i - half), min(n, i + half + 1)) for i in range(n)]
+    return [(sums[b] - sums[a]) / (counts[b] - counts[a]) if counts[b] > counts[a] else math.nan for a, b in spans]
 
 
 def success_of(steps: Sequence[dict[str, Any]], suite: str, table: str = "success") -> tuple[list[int], list[float]]:
@@ -60,11 +61,12 @@ def write_curve(records: list[dict[str, Any]], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     steps = [r for r in records if r["kind"] == "step"]
     evals = [r for r in records if r["kind"] == "eval"]
     colors, width = suite_colors(records), window(len(steps))
-    style = {
+    style: Any = {
         "font.size": 9.5, "axes.edgecolor": "#b9c2cc", "axes.labelcolor": _INK, "text.color": _INK,
         "xtick.color": "#5b6673", "ytick.color": "#5b6673", "axes.spines.top": False, "axes.spines.right": False,
         "axes.grid": True, "grid.color": _GRID, "grid.linewidth": 0.8, "axes.axisbelow": True,
@@ -84,7 +86,7 @@ def write_curve(records: list[dict[str, Any]], path: Path) -> None:
         top = 1.15 * max([1, *(r["staleness"]["max"] for r in steps)])
         stale.set(title="staleness (steps): mean, and maximum shaded", xlabel="optimiser step", ylim=(0, top))
         for axes in (main, goodput, stale):
-            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.title.set_fontsize(10)
         figure.savefig(path, dpi=130)
         plt.close(figure)
@@ -124,7 +126,7 @@ def _success(
     if not steps and not evals:
         axes.text(0.5, 0.5, "no step yet", transform=axes.transAxes, ha="center", color="#8a94a0")
     smoothing = f"mean of {width} steps, every step faint" if width > 1 else "every step"
-    axes.set(ylabel="success", xlabel="optimiser step", ylim=(0, 100), xlim=(-0.02 * reach, 1.02 * reach))
+    axes.set(ylabel="success", xlabel="optimiser step", ylim=(0, 100), xlim=(-0.025 * reach, 1.03 * reach))
     axes.set_yticks(range(0, 101, 20), [f"{t}%" for t in range(0, 101, 20)])
     axes.set_title(f"Success in training by suite ({smoothing})", loc="left", fontsize=11, fontweight="bold")
     ends = {r["label"]: number(r["success"]) for r in evals}

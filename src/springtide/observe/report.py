@@ -20,7 +20,7 @@ from springtide.observe.markup import Html, join, page, tag
 from springtide.observe.plots import number, smooth, success_of, window, write_curve
 from springtide.observe.runview import RunView
 from springtide.rollout.evaluate import wilson
-from springtide.trace import Group, atomic_write
+from springtide.trace import atomic_write
 from springtide.trainer.ledger import VisitRow
 from springtide.trainer.rundir import RunDirectory
 
@@ -132,6 +132,7 @@ def _hero(start: dict[str, Any] | None, end: dict[str, Any] | None, when: str) -
 def _suite_table(run: RunView, start: dict[str, Any] | None, end: dict[str, Any] | None, when: str) -> Html:
     suites = sorted({s for r in (start, end) if r for s in r["suites"]})
     rows = []
+    repeated = any(len(r["pass_at"]) > 1 for record in (start, end) if record for r in record["suites"].values())
     for suite in suites:
         a, b = ((r["suites"].get(suite) if r else None) for r in (start, end))
         rows.append(
@@ -144,21 +145,12 @@ def _suite_table(run: RunView, start: dict[str, Any] | None, end: dict[str, Any]
                 tag("td", _change(a, b)),
                 tag("td", _interval(_greedy(a))),
                 tag("td", _interval(_greedy(b))),
-                tag("td", _pass_at(b or a)),
+                tag("td", _pass_at(b or a)) if repeated else None,
                 tag("td", f"{(b or a or {})['episodes']}", class_="num"),
             )
         )
-    heads = (
-        "suite",
-        "start",
-        when,
-        "0 to 100%",
-        "change in points",
-        "greedy, start",
-        f"greedy, {when}",
-        "pass@k",
-        "episodes",
-    )
+    heads = ["suite", "start", when, "0 to 100%", "change in points", "greedy, start", f"greedy, {when}"]
+    heads += [*(["pass@k"] if repeated else []), "episodes"]
     head = tag("tr", [tag("th", h, class_="num" if h == "episodes" else None) for h in heads])
     note = (
         "Square brackets hold 95% intervals: Wilson's for a rate, Newcombe's for the change (both take episodes as "
@@ -183,7 +175,7 @@ def _tiles(run: RunView) -> list[tuple[str, str]]:
         ("staleness, mean (max)", f"{staleness:.2f} ({max(r['staleness']['max'] for r in steps)})"),
         ("engine busy", f"{sum(r['engine']['busy_share'] * r['step_s'] for r in steps) / wall:.0%}"),
         ("trainer waits", f"{waits / wall:.0%}"),
-        ("environment errors", f"{sum(sum(r['env_errors'].values()) for r in steps):,}"),
+        ("environment errors", f"{sum(sum(r['env_errors'].values()) for r in run.counted):,}"),
         ("peak memory (PSS)", f"{max(r['pss_mib'] for r in steps) / 1024:.2f} GiB"),
     ]
 
@@ -191,7 +183,8 @@ def _tiles(run: RunView) -> list[tuple[str, str]]:
 def _curves(run: RunView) -> list[Any]:
     steps, colors = run.steps, run.colors
     width = window(len(steps))
-    success, reward = [], []
+    success: list[Line] = []
+    reward: list[Line] = []
     for suite, color in colors.items():
         for table, lines in (("success", success), ("reward", reward)):
             xs, ys = success_of(steps, suite, table)
@@ -306,8 +299,8 @@ def _inside_training(run: RunView) -> Html:
 
 
 def _losses(run: RunView) -> list[Any]:
-    totals = {key: Counter() for key in ("dropped", "env_errors", "discarded_tokens")}
-    for r in run.steps:
+    totals: dict[str, Counter[str]] = {key: Counter() for key in ("dropped", "env_errors", "discarded_tokens")}
+    for r in run.counted:
         for key, counter in totals.items():
             counter.update(r[key])
     kept = [r["tokens_a_group"] for r in run.steps]
@@ -357,18 +350,25 @@ def _pairs(run: RunView, starts: Sequence[Path], before: str, after: str) -> dic
     out: dict[str, list[Html]] = {}
     missing = "This evaluation has not run." if run.summary is None else "Not kept: its environment failed."
     for path in starts:
-        old = Group.load(path)
+        old = run.group(path)
+        if isinstance(old, str):
+            out.setdefault("damaged", []).append(tag("p", old, class_="callout"))
+            continue
         other = path.with_name(after + path.name.removeprefix(before))
-        new = Group.load(other) if other.exists() else None
+        new = run.group(other) if other.exists() else missing
         shown = out.setdefault(old.task.suite, [])
         sides = [
-            tag("div", tag("h4", title), transcripts.transcript(g.trajectories[0]) if g else tag("p", missing))
+            tag(
+                "div",
+                tag("h4", title),
+                tag("p", g) if isinstance(g, str) else transcripts.transcript(g.trajectories[0]),
+            )
             for title, g in (("before", old), ("after", new))
         ]
         summary = tag(
             "summary",
             tag("b", old.task.id), " ", transcripts.badge(old.trajectories[0].outcome),
-            [" → ", transcripts.badge(new.trajectories[0].outcome)] if new else None,
+            None if isinstance(new, str) else [" → ", transcripts.badge(new.trajectories[0].outcome)],
         )  # fmt: skip
         shown.append(
             tag("details", summary, tag("div", sides, class_="pair"), class_="pairbox", id=path.stem, open=not shown)
@@ -385,12 +385,16 @@ def _groups(run: RunView) -> list[Any]:
     out: list[Any] = []
     for suite, rows in sorted(by_suite.items()):
         telling = [row for row in rows if _spread(row) > 0] or rows
-        for row in dict.fromkeys((telling[0].visit, telling[-1].visit)):
-            chosen = next(r for r in telling if r.visit == row)
+        for chosen in {row.visit: row for row in (telling[0], telling[-1])}.values():
             path = RunDirectory(run.path).trajectories / (chosen.path or "")
             if path.is_file():
                 title = join([tag("b", suite), f", trained at step {chosen.step}: {chosen.task.id}"])
-                out.append(transcripts.group(Group.load(path), title=title, key=f"group-{row}"))
+                found = run.group(path)
+                out.append(
+                    tag("p", found, class_="callout")
+                    if isinstance(found, str)
+                    else transcripts.group(found, title=title, key=f"group-{chosen.visit}")
+                )
     if not out:
         return [tag("p", "No group has been trained yet.", class_="lead")]
     lead = "The first and the last trained group of each suite whose members' rewards differ."
@@ -476,7 +480,7 @@ def _interval(result: dict[str, Any] | None) -> Html | str:
     if result is None or number(result["success"]) is None:
         return "–"
     bounds = f" [{100 * result['low']:.1f}, {100 * result['high']:.1f}]"
-    return join([tag("b", _percent(result["success"])), tag("span", bounds, class_="muted")])
+    return join([tag("b", _percent(result["success"])), tag("span", bounds, class_="range")])
 
 
 def _change(a: dict[str, Any] | None, b: dict[str, Any] | None) -> Html | str:
@@ -489,7 +493,7 @@ def _change(a: dict[str, Any] | None, b: dict[str, Any] | None) -> Html | str:
     high = q - p + math.hypot(high_b - q, p - low_a)
     kind = "up" if low > 0 else "down" if high < 0 else ""
     text = tag("b", f"{100 * (q - p):+.1f}", class_=kind)
-    return join([text, tag("span", f" [{100 * low:+.0f}, {100 * high:+.0f}]", class_="muted")])
+    return join([text, tag("span", f" [{100 * low:+.0f}, {100 * high:+.0f}]", class_="range")])
 
 
 def _pass_at(result: dict[str, Any] | None) -> str:

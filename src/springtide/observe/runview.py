@@ -18,8 +18,10 @@ from typing import Any
 from springtide.config import ConfigError
 from springtide.observe.plots import suite_colors
 from springtide.observe.sinks import read_records
+from springtide.trace import Group
 from springtide.trainer.ledger import Ledger, LedgerError, VisitRow
 from springtide.trainer.rundir import RunDirectory
+from springtide.wire import WireError
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class RunView:
     @cached_property
     def steps(self) -> list[dict[str, Any]]:
         return [r for r in self.records if r["kind"] == "step"]
+
+    @cached_property
+    def counted(self) -> list[dict[str, Any]]:
+        """Every record that counts losses: the steps', and the end's for what came after the last."""
+        return [r for r in self.records if r["kind"] in ("step", "end")]
 
     @cached_property
     def evals(self) -> list[dict[str, Any]]:
@@ -77,6 +84,14 @@ class RunView:
                 ledger.close()
         except (LedgerError, sqlite3.Error) as error:
             return f"the ledger cannot be read: {error}"
+
+    @staticmethod
+    def group(path: Path) -> Group | str:
+        """The group in a file of `trajectories`, or why it cannot be read."""
+        try:
+            return Group.load(path)
+        except (WireError, ValueError, TypeError, OSError) as error:
+            return f"{path.name} cannot be read: {error}"
 
     def trajectories(self, pattern: str) -> list[Path]:
         return sorted(RunDirectory(self.path).trajectories.glob(pattern))

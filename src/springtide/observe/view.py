@@ -23,7 +23,7 @@ from springtide.observe import transcripts
 from springtide.observe.markup import Html, join, page, tag
 from springtide.observe.report import render
 from springtide.observe.runview import RunView
-from springtide.trace import Group, atomic_write
+from springtide.trace import atomic_write
 from springtide.trainer.ledger import VisitRow
 
 LIVE_S = 4.0  # seconds between refreshes: a step of the quickstart takes about as long
@@ -137,10 +137,9 @@ def _group(run_dir: Path, name: str) -> str | None:
     path = {p.name: p for p in RunView.open(run_dir).trajectories("*.msgpack")}.get(name)
     if path is None:
         return None
-    try:
-        group = Group.load(path)
-    except (ValueError, TypeError, KeyError) as error:
-        return _message(f"{name} cannot be read: {error}")
+    group = RunView.group(path)
+    if isinstance(group, str):
+        return _message(group)
     title = join([tag("b", group.task.id), f", visit {group.visit}"])
     if len(group.trajectories) == 1:
         body: Any = tag("div", transcripts.transcript(group.trajectories[0]), class_="card")
