@@ -1,0 +1,227 @@
+"""Goodput: tokens learned from a second, where engine and trainer wait and why, and how far the trainer is from its own
+ceiling.
+
+Each round runs the quickstart preset for a fixed time in both modes, one after the other so that drift of the machine
+meets both, then lets a trainer alone replay the asynchronous run's own groups, step by step, with nothing else running
+and never waiting: the ceiling. Rounds repeat; a figure is the mean over rounds.
+  window        from the end of the first step to the end of the last: filling the pipeline is not counted
+  loss tokens   action tokens that entered a step's loss; all tokens: those of the trained segments, prompts included
+  trainer       its wall time outside the step, by cause, as the driver measured it
+  engine        its idle time; of it "nothing in flight" is the time without a single admitted group, the rest is spent
+                in environments, on the way, and in taking new weights
+  synchronous   `schedule.policy = "synchronous"`: one step's groups, in lockstep, then one step, bit-reproducible
+Not here yet: TRL's GRPOTrainer on the same prompts, and tools of heavy-tailed latency, for which the target of 1.33x
+asynchronous against synchronous is meant. On two quiet cores about 9 minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from common import Json, Load, Row, arguments, emit, interval, preset, ratio_interval, report, springtide
+
+from springtide.algorithms.advantages import GroupRewards, RunningMoments, advantages, consumed
+from springtide.config import Config, ConfigError
+from springtide.models.presets import resolve_model
+from springtide.process import start_process
+from springtide.trace import Group, make_version
+
+MODES = {"asynchronous": (), "synchronous": ("schedule.policy=synchronous",)}
+ROUNDS, SECONDS, CEILING_S = 2, 90.0, 45.0
+QUICK_ROUNDS, QUICK_SECONDS, QUICK_CEILING_S = 1, 15.0, 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run's figures, over its window. Shares are of the window's wall time, by cause."""
+
+    loss_tokens_per_s: float
+    all_tokens_per_s: float
+    generated_tokens_per_s: float
+    step_s: float
+    steps: int
+    trainer: dict[str, float]
+    engine: dict[str, float]
+    driver_lag_p99_s: float
+    staleness: float
+    peak_pss_mib: float
+
+
+def play(mode: str, seconds: float, directory: Path, sets: Sequence[str]) -> tuple[Figures, Config]:
+    """Run the preset in `mode` for `seconds`, in processes of its own."""
+    config = preset(
+        *sets,
+        *MODES[mode],
+        f"run.dir={directory}",
+        f"run.name={mode}",
+        f"run.minutes={seconds / 60}",
+        "run.steps=1000000",
+        "eval.at_ends=false",
+        "observe.report=false",
+        "observe.progress=false",
+    )
+    file = directory / f"{mode}.toml"
+    file.write_text(config.to_toml())
+    done = springtide("train", str(file), log=directory / f"{mode}.log")
+    return figures(_lines(config, "metrics"), _lines(config, "events"), done.peak_pss_mib), config
+
+
+def figures(metrics: Sequence[Json], events: Sequence[Json], peak_pss_mib: float) -> Figures:
+    """What `metrics.jsonl` and `events.jsonl` say of a run. Raises: SystemExit if it is too short to have a window."""
+    steps = [r for r in metrics if r["kind"] == "step"][1:]
+    if len(steps) < 2:
+        raise SystemExit(f"only {len(steps) + 1} steps: too short to measure; give it more seconds")
+    wall = sum(r["step_s"] for r in steps)
+    spent: Counter[str] = Counter()
+    for r in steps:
+        spent.update(r["seconds"])
+    outside = {cause.removeprefix("wait_"): s / wall for cause, s in sorted(spent.items()) if cause != "train"}
+    idle = sum((1 - r["engine"]["busy_share"]) * r["step_s"] for r in steps) / wall
+    empty = min(idle, empty_share(events))
+    return Figures(
+        loss_tokens_per_s=sum(r["loss_tokens"] for r in steps) / wall,
+        all_tokens_per_s=sum(r["trainer"]["tokens"] for r in steps) / wall,
+        generated_tokens_per_s=sum(r["engine"]["generated_tokens"] for r in steps) / wall,
+        step_s=wall / len(steps),
+        steps=len(steps),
+        trainer={**outside, "driver": max(0.0, 1 - sum(spent.values()) / wall)},
+        engine={"nothing in flight": empty, "groups in flight": idle - empty},
+        driver_lag_p99_s=steps[-1]["driver_lag_p99_s"],
+        staleness=fmean(r["staleness"]["mean"] for r in steps),
+        peak_pss_mib=peak_pss_mib,
+    )
+
+
+def empty_share(events: Sequence[Json]) -> float:
+    """Share of the time between the first and the last StepEnded in which no group was in flight."""
+    ends = [e["t"] for e in events if e["kind"] == "StepEnded"]
+    first, last = ends[0], ends[-1]
+    flying: set[int] = set()
+    empty, since = 0.0, first
+    for event in events:
+        if event["kind"] not in ("Admitted", "Ready", "Dropped"):
+            continue
+        now = min(max(event["t"], first), last)
+        if not flying:
+            empty += max(0.0, now - since)
+        flying.add(event["visit"]) if event["kind"] == "Admitted" else flying.discard(event["visit"])
+        since = max(since, now)
+    return (empty + (0.0 if flying else last - since)) / max(1e-9, last - first)
+
+
+async def replay(config: Config, seconds: float) -> float:
+    """Loss tokens a second of a trainer that never waits: the run's steps in its order, for at most `seconds`."""
+    batches = [e["visits"] for e in _lines(config, "events") if e["kind"] == "StepStarted"]
+    directory = config.run_dir / "trajectories"
+    running, tokens, spent = RunningMoments.from_json({}), 0, 0.0
+    args = {"config": config.model_dump(mode="json"), "model": str(resolve_model(config.model.path))}
+    log = config.run_dir / "logs" / "ceiling.log"
+    async with start_process("ceiling", "springtide.trainer.rank:main", args, log_path=log) as trainer:
+        for step, visits in enumerate(batches):
+            paths = {visit: directory / f"{visit:08d}.msgpack" for visit in visits}
+            groups = [GroupRewards.of(Group.load(path)) for path in paths.values()]
+            results = advantages(groups, config.algorithm, running)
+            running = running.after(consumed(results))
+            items = tuple(
+                {"path": str(paths[r.visit]), "member": member, "advantage": value, "suite": r.suite}
+                for r in results
+                for member, value in sorted(r.values.items())
+            )
+            begun = time.monotonic()
+            learned = await trainer.client.call("train", deadline_s=600, items=items, version=make_version(1, step))
+            if step:  # the first step also warms up
+                spent += time.monotonic() - begun
+                tokens += learned["loss_tokens"]
+            if spent >= seconds:
+                break
+    return tokens / spent
+
+
+def _lines(config: Config, name: str) -> list[Json]:
+    return [json.loads(line) for line in (config.run_dir / f"{name}.jsonl").read_text().splitlines()]
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def make_rows(rounds: dict[str, list[Figures]], ceilings: Sequence[float]) -> list[Row]:
+    """One row a target; the baseline of most is the synchronous mode."""
+    ours, theirs = rounds["asynchronous"], rounds["synchronous"]
+
+    def both(target: str, unit: str, read: Any, factor: float = 1.0) -> Row:
+        a, b = ([factor * read(f) for f in figures] for figures in (ours, theirs))
+        low, high = interval(a)
+        return Row(target, fmean(a), unit, "synchronous", fmean(b), seeds=len(a), ci_low=low, ci_high=high)
+
+    loss = [f.loss_tokens_per_s for f in ours]
+    low, high = ratio_interval(loss, ceilings)
+    causes = {role: sorted({c for f in (*ours, *theirs) for c in getattr(f, role)}) for role in ("trainer", "engine")}
+    peak = max(f.peak_pss_mib for f in (*ours, *theirs))
+    return [
+        both("loss tokens", "tokens/s", lambda f: f.loss_tokens_per_s),
+        both("all tokens", "tokens/s", lambda f: f.all_tokens_per_s),
+        both("generated tokens, trained or not", "tokens/s", lambda f: f.generated_tokens_per_s),
+        Row(
+            "loss tokens, against the trainer that never waits",
+            fmean(loss),
+            "tokens/s",
+            "trainer's ceiling",
+            fmean(ceilings),
+            required=0.6,
+            judged="ratio",
+            seeds=len(loss),
+            ci_low=low,
+            ci_high=high,
+        ),
+        both("seconds a step", "s", lambda f: f.step_s),
+        both("trainer outside its step", "%", lambda f: sum(f.trainer.values()), 100),
+        *(
+            both(f"trainer outside its step: {cause}", "%", lambda f, c=cause: f.trainer.get(c, 0.0), 100)
+            for cause in causes["trainer"]
+        ),
+        both("engine idle", "%", lambda f: sum(f.engine.values()), 100),
+        *(
+            both(f"engine idle: {cause}", "%", lambda f, c=cause: f.engine.get(c, 0.0), 100)
+            for cause in causes["engine"]
+        ),
+        both("driver's loop late, 99th percentile", "ms", lambda f: f.driver_lag_p99_s, 1000),
+        both("staleness, mean", "steps", lambda f: f.staleness),
+        Row("peak memory, PSS of all processes", peak, "MiB", required=4096, at_most=True, seeds=len(loss)),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = arguments(__doc__)
+    args = parser.parse_args(argv)
+    if args.set and not args.quick:
+        parser.error("--set changes the preset, so it needs --quick: the targets are of the preset as shipped")
+    count, seconds, ceiling_s = (
+        (QUICK_ROUNDS, QUICK_SECONDS, QUICK_CEILING_S) if args.quick else (ROUNDS, SECONDS, CEILING_S)
+    )
+    rounds: dict[str, list[Figures]] = {mode: [] for mode in MODES}
+    ceilings: list[float] = []
+    try:
+        with Load() as load:
+            for _ in range(count):
+                with tempfile.TemporaryDirectory(prefix="springtide-bench-") as directory:
+                    configs = {}
+                    for mode in MODES:
+                        result, configs[mode] = play(mode, seconds, Path(directory), args.set)
+                        rounds[mode].append(result)
+                    ceilings.append(asyncio.run(replay(configs["asynchronous"], ceiling_s)))
+    except ConfigError as error:
+        parser.error(str(error))
+    emit(report("goodput", make_rows(rounds, ceilings), load, quick=args.quick), as_json=args.json)
+
+
+if __name__ == "__main__":
+    main()
