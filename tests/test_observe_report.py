@@ -6,6 +6,7 @@ import html.parser
 import json
 import math
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -357,3 +358,13 @@ def test_bad_input_is_one_line_and_exit_2(run: Path, tmp_path: Path) -> None:
                 timeout=60,
             )
             assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and said in done.stderr
+
+
+def test_ctrl_c_ends_the_viewer_quietly(run: Path) -> None:
+    command = [sys.executable, "-m", "springtide.cli.main", "view", str(run), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as viewer:
+        assert viewer.stdout is not None
+        assert viewer.stdout.readline().startswith("http://127.0.0.1:")
+        viewer.send_signal(signal.SIGINT)
+        _, errors = viewer.communicate(timeout=30)
+    assert viewer.returncode == 0 and errors == ""

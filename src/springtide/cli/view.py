@@ -17,8 +17,8 @@ def command(
     from springtide.observe.view import open_viewer
 
     with open_viewer(run, port=port, live=live) as viewer:
-        print(f"{viewer.url}  (Ctrl-C ends it)", flush=True)
         try:
+            print(f"{viewer.url}  (Ctrl-C ends it)", flush=True)
             viewer.serve_forever()
         except KeyboardInterrupt:
             print()
