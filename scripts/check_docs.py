@@ -3,10 +3,11 @@
     python scripts/check_docs.py            name every fault, exit 1 if there is one (`make docs`)
     python scripts/check_docs.py --write    write the generated parts of docs/configuration.md first
 
-Owns: the tables of docs/configuration.md, made from the configuration's own types, defaults and descriptions; and four
+Owns: the tables of docs/configuration.md, made from the configuration's own types, defaults and descriptions; and five
 checks over every page: relative links and their headings resolve; a fence under `<!-- FILE -->` is that file's code;
-every `springtide ...` command parses and the configuration it names is valid; `make` targets and `python FILE.py`
-scripts exist. Nothing is started and nothing is fetched. Called by: `make docs`, tests/test_docs.py.
+tests, files and folders in backticks exist; every `springtide ...` command parses and the configuration it names is
+valid; `make` targets and `python FILE.py` scripts exist. Nothing is started.
+Called by: `make docs`, tests/test_docs.py.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def find_pages(root: Path) -> list[Path]:
 def check_page(root: Path, page: Path) -> list[str]:
     """Every fault of one page, a line each."""
     text, name = page.read_text(), page.relative_to(root).as_posix()
-    faults = [*links(root, page, text), *excerpts(root, text), *commands(root, text)]
+    faults = [*links(root, page, text), *excerpts(root, text), *names(root, text), *commands(root, text)]
     if name == CONFIGURATION and generate(text) != text:
         faults.append("is not what the configuration says; run python scripts/check_docs.py --write")
     return [f"{name}: {fault}" for fault in faults]
@@ -87,6 +88,26 @@ def excerpts(root: Path, text: str) -> Iterator[str]:
             yield f"the excerpt {name} has no such file"
         elif code.strip() not in path.read_text():
             yield f"the excerpt {name} is not what the file says"
+
+
+_TEST = re.compile(r"`(tests/\w+\.py)::(\w+)`")
+_MADE = ("runs/", "trajectories/", "checkpoints/", "logs/", "my-", "test-data/")  # by a run or by set-up
+_FILE = re.compile(r"`((?:[\w-]+/)*[\w-]+\.(?:py|toml|c|jinja)|(?:[\w-]+/)+)`")
+
+
+def names(root: Path, text: str) -> Iterator[str]:
+    """Faults of the tests, files and folders that stand in backticks; those of the package may be named from inside."""
+    for file, test in _TEST.findall(text):
+        path = root / file
+        if not path.is_file() or not re.search(rf"^(async )?def {test}\(", path.read_text(), re.MULTILINE):
+            yield f"`{file}::{test}` is no test"
+    for file in dict.fromkeys(_FILE.findall(_FENCE.sub("", text))):
+        if (
+            "/" in file
+            and not file.startswith(_MADE)
+            and not any((place / file).exists() for place in (root, root / "src/springtide"))
+        ):
+            yield f"`{file}` is neither in the repository nor in the package"
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
@@ -152,7 +173,7 @@ def _configuration(root: Path, name: str, given: dict[str, Any]) -> str | None:
     preset = root / "src/springtide/cli/quickstart.toml"
     path = preset if name == "quickstart" else root / given["config"]
     sets = tuple(s for s in given["set_"] or () if "=" in s)
-    placeholder = name == "train" and bool(re.fullmatch(r"[A-Z]+|my\.toml", str(given["config"])))
+    placeholder = name == "train" and bool(re.fullmatch(r"[A-Z]+|my\.toml|runs/NAME/.*", str(given["config"])))
     try:
         load_config(preset if placeholder else path, sets)
     except ConfigError as error:
@@ -166,10 +187,11 @@ def _configuration(root: Path, name: str, given: dict[str, Any]) -> str | None:
 def generate(text: str) -> str:
     """The page with its generated parts made anew."""
     for name, body in (("options", options()), ("resumable", resumable())):
-        pattern = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        if not pattern.search(text):
-            raise SystemExit(f"{CONFIGURATION} has no part <!-- generated: {name} --> ... <!-- end -->")
-        text = pattern.sub(lambda m, body=body: f"{m[1]}\n{body}\n{m[2]}", text)
+        begin, end = f"<!-- generated: {name} -->\n", "<!-- end -->"
+        before, found, rest = text.partition(begin)
+        if not found or end not in rest:
+            raise SystemExit(f"{CONFIGURATION} has no part {begin.strip()} ... {end}")
+        text = f"{before}{begin}\n{body}\n{end}{rest.partition(end)[2]}"
     return text
 
 

@@ -12,12 +12,21 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import check_docs  # noqa: E402
 
-from springtide.config import RESUMABLE, Config  # noqa: E402
+from springtide.config import RESUMABLE, Config, load_config  # noqa: E402
 
 
-@pytest.mark.parametrize("page", check_docs.find_pages(ROOT), ids=lambda p: p.name)
+@pytest.mark.parametrize("page", check_docs.find_pages(ROOT), ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_what_a_page_shows_exists_and_works(page: Path) -> None:
     assert check_docs.check_page(ROOT, page) == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda p: p.name)
+def test_an_example_is_ready_to_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from springtide.trainer.driver import check_run
+
+    monkeypatch.chdir(ROOT)
+    placeholder = ("model.path=springtide-nano",) if "path/to/model" in path.read_text() else ()
+    check_run(load_config(path, placeholder))
 
 
 def test_every_option_has_a_meaning_and_a_row() -> None:
@@ -53,6 +62,8 @@ _PARTS = "<!-- generated: resumable -->\n<!-- end -->\n<!-- generated: options -
         ("see [outside](../../etc)", "leads nowhere"),
         ("<!-- examples/none.py -->\n```python\nx\n```\n", "has no such file"),
         ("<!-- Makefile -->\n```\nother: words\n```\n", "is not what the file says"),
+        ("see `tests/test_docs.py::test_nothing`", "is no test"),
+        ("see `trainer/nothing.py`", "neither in the repository nor in the package"),
         ("run `make everything`", "no target everything"),
         ("run `python scripts/none.py`", "there is no scripts/none.py"),
         ("run `springtide dance`", "dance"),
