@@ -11,10 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import springtide.engine.local.kernels as kernels_module
 from engine_models import VOCABULARY, random_ids, tiny
 from springtide.engine.local.core import EngineCore, Request
 from springtide.engine.local.engine import EngineSettings, make_core
+from springtide.engine.local.kernels import TorchPaged
 from springtide.engine.local.kv import BLOCK
+from springtide.engine.local.native import library
 from springtide.engine.local.sampling import uniforms
 from springtide.engine.protocol import EngineError, Generation, Sampling
 from springtide.models.decoder import Decoder, DecoderConfig
@@ -382,6 +385,10 @@ def test_what_can_never_run_is_refused() -> None:
         ask(engine, "s", np.array([1, VOCABULARY]), Sampling(0, 0, 5))
     with pytest.raises(EngineError, match="must be >= 1"):
         ask(engine, "s", ids[:0], Sampling(0, 0, 5))
+    with pytest.raises(EngineError, match=r"'a' in .* is not an integer"):
+        ask(engine, "s", ids[:5], Sampling("a", 0, 5))  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="temperature nan"):
+        ask(engine, "s", ids[:5], Sampling(0, 0, 5, float("nan")))
     ask(engine, "s", ids[:5], Sampling(0, 0, 5))
     with pytest.raises(EngineError, match="turn in flight"):
         ask(engine, "s", ids[:5], Sampling(0, 0, 5))
@@ -455,3 +462,55 @@ def test_exclusive_batches_run_alone_and_repeat_bit_for_bit() -> None:
     first, second, disturbed = history(False), history(False), history(True)
     assert all(np.array_equal(a, b) for a, b in zip(first, second))
     assert all(np.array_equal(a, b) for a, b in zip(first, disturbed))
+
+
+def test_a_large_vocabularys_scores_are_never_held_for_many_tokens(monkeypatch) -> None:
+    rng = np.random.default_rng(14)
+    prompts, forced = [random_ids(rng, 30) for _ in range(5)], random_ids(rng, 25)
+
+    def results() -> list[Generation]:
+        engine = core()
+        waiting = [ask(engine, f"s{i}", p, Sampling(i, 0, 6)) for i, p in enumerate(prompts)]
+        waiting.append(ask(engine, "forced", prompts[0], Sampling(0, 0, 1), forced=forced))
+        run(engine)
+        return [w[0] for w in waiting]
+
+    whole, sizes, logits = results(), [], Decoder.logits
+
+    def watched(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+        scores = logits(self, hidden)
+        sizes.append(scores.numel())
+        return scores
+
+    monkeypatch.setattr(Decoder, "logits", watched)
+    monkeypatch.setattr(kernels_module, "_SCORES", 2 * VOCABULARY)
+    for a, b in zip(whole, results()):
+        np.testing.assert_array_equal(a.ids, b.ids)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+    assert max(sizes) == 2 * VOCABULARY
+
+
+def test_bfloat16_models_run(tmp_path) -> None:
+    half = {k: v.to(torch.bfloat16) for k, v in tiny().tensors().items()}
+    config = decoder().config
+    engine = make_core(config, EngineSettings("", "", kv_tokens=1024, dtype="bfloat16"))
+    engine.add_version(1, Decoder(config, half, dtype=torch.bfloat16))
+    exact = core()
+    exact.add_version(2, Decoder(config, half))  # the same weights, computed in float32
+    prompt, forced = random_ids(np.random.default_rng(15), 40), random_ids(np.random.default_rng(16), 20)
+    results = [turn(e, "s", prompt, Sampling(0, 0, 1), forced=forced) for e in (engine, exact)]
+    assert np.abs(results[0].logprobs - results[1].logprobs).mean() < 0.05
+    assert len(turn(engine, "s", np.concatenate((prompt, forced)), Sampling(0, 1, 8)).ids) == 8
+
+
+def test_without_a_compiler_the_pytorch_kernels_serve(monkeypatch, tmp_path, caplog) -> None:
+    monkeypatch.setenv("CC", "false")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library.cache_clear()
+    try:
+        engine = core()
+        assert isinstance(engine.kernels, TorchPaged)
+        assert "uses its PyTorch kernels" in caplog.text
+        assert len(turn(engine, "s", random_ids(np.random.default_rng(0), 9), Sampling(0, 0, 5)).ids) == 5
+    finally:
+        library.cache_clear()

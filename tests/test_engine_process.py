@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
@@ -288,3 +290,8 @@ async def test_many_clients_share_an_engine_process_until_it_is_killed(tmp_path)
             with pytest.raises(ConnectionLost):
                 await two.stats()
             assert time.monotonic() - killed < 1.0
+
+
+def test_clients_and_pins_need_no_torch() -> None:
+    code = "import sys, springtide.engine.client, springtide.weights.pins; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

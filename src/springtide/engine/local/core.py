@@ -13,6 +13,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Literal
 
 import numpy as np
@@ -186,8 +187,12 @@ class EngineCore:
                 f"session {request.session}: {length} prompt + {new} new tokens exceed the engine's {self.positions} "
                 "(the smaller of engine.kv_tokens and the model's positions)"
             )
-        if not 0 <= request.sampling.temperature < float("inf"):
-            raise EngineError(f"session {request.session}: temperature {request.sampling.temperature} is not >= 0")
+        sampling = request.sampling
+        for value in (sampling.seed, sampling.turn, *sampling.stop_ids):
+            if not isinstance(value, Integral):  # a bad request is its caller's fault, never the engine's end
+                raise EngineError(f"session {request.session}: {value!r} in {sampling} is not an integer")
+        if not 0 <= sampling.temperature < float("inf"):
+            raise EngineError(f"session {request.session}: temperature {sampling.temperature} is not >= 0")
         if request.session in self._sessions:
             raise EngineError(f"session {request.session} has a turn in flight; one at a time")
         ids = request.ids if request.forced is None else np.concatenate((request.ids, request.forced))

@@ -30,6 +30,8 @@ from springtide.weights.store import FingerprintMismatch, WeightStore
 
 # Replies leave and requests arrive in a few turns of the event loop; without these a request waits several steps.
 _LOOP_TURNS = 4
+# A canary computed in bfloat16 against a publisher in float32: 8 bits of mantissa over a model's depth.
+_BFLOAT16_TOLERANCE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +251,13 @@ class LocalEngine:
         if canary is not None:
             found = sequence_logprobs(decoder, torch.tensor(canary.ids))
             gap = (found.cpu() - torch.tensor(canary.logprobs)).abs().max().item()
-            if not gap <= canary.tolerance:
+            tolerance = canary.tolerance
+            if self.settings.torch_dtype == torch.bfloat16:
+                tolerance = max(tolerance, _BFLOAT16_TOLERANCE)
+            if not gap <= tolerance:
                 raise FingerprintMismatch(
                     f"version {version}: the canary's log-probs differ by {gap:.3g} from the publisher's "
-                    f"(tolerance {canary.tolerance:g}): engine and trainer do not compute the same model"
+                    f"(tolerance {tolerance:g}): engine and trainer do not compute the same model"
                 )
         return decoder
 
@@ -305,6 +310,7 @@ class LocalEngine:
             "recomputed_causes": {
                 k.removeprefix("recomputed_"): v for k, v in counts.items() if k.startswith("recomputed_")
             },
+            "kv_evictable_tokens": core.cache.pool.evictable() * BLOCK,
             "evicted_tokens": core.cache.evictions["evicted"],
             "forced_tokens": counts["forced"],
             "prefixes": len(core.cache.prefixes),

@@ -102,14 +102,17 @@ void st_heads(const float *qkv, float *queries, float *keys, float *values, cons
     }
 }
 
-/* Attention of `rows` (<= ROWS, constant) query rows with one KV head of one sequence. limits[r]: keys row r sees. */
+/* Attention of `rows` (<= ROWS, constant) query rows with one KV head of one sequence. limits[r]: keys row r sees.
+ * after_keys, after_table: what the next call reads first; fetched at the end, so that no call starts cold. */
 static inline __attribute__((always_inline)) void tile(
     const long rows, const long dim, const float **q, float **out, const long *limits, const float *keys,
-    const float *values, const int32_t *table, long stride, float *scores, long width) {
+    const float *values, const int32_t *table, const float *after_keys, const int32_t *after_table, long stride,
+    float *scores, long width) {
     long longest = limits[rows - 1], blocks = (longest + BLOCK - 1) / BLOCK;
     for (long b = 0; b < blocks; b++) {
         const float *k = keys + table[b] * stride;
-        const float *next = keys + table[b + AHEAD < blocks ? b + AHEAD : b] * stride;
+        long ahead = b + AHEAD;
+        const float *next = ahead < blocks ? keys + table[ahead] * stride : values + table[ahead % blocks] * stride;
         v8 low[ROWS], high[ROWS];
         for (long r = 0; r < rows; r++) low[r] = high[r] = spread(0);
         for (long d = 0; d < dim; d++) {
@@ -144,7 +147,9 @@ static inline __attribute__((always_inline)) void tile(
     const long pair = rows > 1 ? 2 : 1, step = dim % 32 == 0 ? 32 : (dim % 16 == 0 ? 16 : 8);
     for (long b = 0; b < blocks; b++) {
         const float *v = values + table[b] * stride;
-        const float *next = values + table[b + AHEAD < blocks ? b + AHEAD : b] * stride;
+        long ahead = b + AHEAD;
+        const float *next =
+            ahead < blocks ? values + table[ahead] * stride : after_keys + after_table[ahead % blocks] * stride;
         for (long i = 0; i < dim * BLOCK; i += 16) __builtin_prefetch(next + i, 0, 1);
         for (long r = 0; r < rows; r += pair)
             for (long d = 0; d < dim; d += step) {
@@ -166,12 +171,16 @@ static inline __attribute__((always_inline)) void attend(
     const long dim, const float *queries, const float *keys, const float *values, const int32_t *slots,
     const int32_t *positions, const int32_t *tables, long table_width, const int64_t *runs, long n_runs, long heads,
     long kv_heads, float *out, float *scores, long width) {
+#define TILE(R) tile(R, dim, q, o, limits, k, v, table, after, after_table, stride, scores, width)
     long group = heads / kv_heads, stride = kv_heads * dim * BLOCK;
     for (long run = 0; run < n_runs; run++) {
         long first = runs[2 * run], count = runs[2 * run + 1];
         const int32_t *table = tables + slots[first] * table_width;
+        const int32_t *next_table = run + 1 < n_runs ? tables + slots[runs[2 * run + 2]] * table_width : table;
         for (long kv = 0; kv < kv_heads; kv++) {
             const float *k = keys + kv * dim * BLOCK, *v = values + kv * dim * BLOCK;
+            const float *after = kv + 1 < kv_heads ? k + dim * BLOCK : keys;
+            const int32_t *after_table = kv + 1 < kv_heads ? table : next_table;
             for (long row = 0; row < count * group;) {
                 const float *q[ROWS];
                 float *o[ROWS];
@@ -182,9 +191,9 @@ static inline __attribute__((always_inline)) void attend(
                     o[r] = out + at;
                     limits[r] = positions[token] + 1;
                 }
-                if (rows == 4) tile(4, dim, q, o, limits, k, v, table, stride, scores, width);
-                else if (rows == 2) tile(2, dim, q, o, limits, k, v, table, stride, scores, width);
-                else tile(1, dim, q, o, limits, k, v, table, stride, scores, width);
+                if (rows == 4) TILE(4);
+                else if (rows == 2) TILE(2);
+                else TILE(1);
                 row += rows;
             }
         }
@@ -199,7 +208,9 @@ int st_attend(const float *queries, const float *keys, const float *values, cons
     long width = (longest + BLOCK - 1) / BLOCK * BLOCK;
     float *scores = malloc(ROWS * width * sizeof(float));
     if (!scores) return 1;
-#define ATTEND(D) attend(D, queries, keys, values, slots, positions, tables, table_width, runs, n_runs, heads, kv_heads, out, scores, width)
+#define ATTEND(D)                                                                                                      \
+    attend(D, queries, keys, values, slots, positions, tables, table_width, runs, n_runs, heads, kv_heads, out, scores, \
+           width)
     switch (dim) {
         case 16: ATTEND(16); break;
         case 32: ATTEND(32); break;
