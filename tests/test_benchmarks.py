@@ -199,7 +199,7 @@ def test_time_with_nothing_in_flight_is_what_sampling_the_events_finds(moves: li
 
 @pytest.fixture(scope="module")
 def arms(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, dict[str, Any], dict[str, Any]]:
-    """Both arms of the learning benchmark, for three seconds each; the configuration is that of rl, whose files stay."""
+    """Both arms of the learning benchmark, for three seconds each, and the configuration of rl, whose files stay."""
     directory = tmp_path_factory.mktemp("arms")
     sets = (
         f"model.path={tiny_model}", f'suites=[{{use="{LETTERS}:Letters"}}]', "model.context=256", "run.minutes=0.05",
