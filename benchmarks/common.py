@@ -133,16 +133,16 @@ def emit(result: Json, *, as_json: bool, store: bool = True) -> None:
     print(json.dumps(result) if as_json else table(result), flush=True)
 
 
-def arguments(doc: str | None, *, cells: bool = False) -> argparse.ArgumentParser:
-    """The options that every benchmark takes; `cells` for one that keeps cells."""
+def arguments(doc: str | None, *, runs: bool = False, cells: bool = False) -> argparse.ArgumentParser:
+    """The options that every benchmark takes; `runs` for one that trains, `cells` for one that keeps cells."""
     text = doc or ""
     parser = argparse.ArgumentParser(description=text.partition("\n")[0], epilog=text.partition("\n")[2])
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--quick", action="store_true", help="about a minute; never counts as met, never stored")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="with --quick: change one key of the preset"
-    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    if runs:
+        text = "with --quick: change one key of the preset"
+        parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
     if cells:
         parser.add_argument("--missing", action="store_true", help="run only the cells that are missing or out of date")
     return parser

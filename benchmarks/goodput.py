@@ -200,7 +200,7 @@ def make_rows(rounds: dict[str, list[Figures]], ceilings: Sequence[float]) -> li
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, runs=True)
     args = parser.parse_args(argv)
     if args.set and not args.quick:
         parser.error("--set changes the preset, so it needs --quick: the targets are of the preset as shipped")

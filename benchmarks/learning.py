@@ -214,7 +214,7 @@ def rl_cell(seed: int, sets: Sequence[str]) -> Cell:
 def supervised_cell(name: str, seed: int, factor: float, sets: Sequence[str]) -> Cell:
     """factor: learning rate, as a multiple of the preset's trainer.lr."""
     config = preset(*sets, f"run.seed={seed}")
-    program = [train_supervised, _play_gold, _evaluate, _spec]
+    program: list[Callable[..., Any]] = [train_supervised, _play_gold, _evaluate, _spec]
     return _cell(name, config, program, supervised_lr=factor * config.trainer.lr)
 
 
@@ -340,7 +340,7 @@ def make_notes(arms: dict[str, Sequence[Json]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = arguments(__doc__, cells=True)
+    parser = arguments(__doc__, runs=True, cells=True)
     parser.add_argument("--tune", action="store_true", help="choose the supervised learning rate, on dev tasks")
     args = parser.parse_args(argv)
     if args.set and not args.quick:
