@@ -41,10 +41,11 @@ def train(config: Config | dict[str, Any] | str | Path, *, resume: bool = False)
         async with open_run(checked, resume=resume) as driver:
             return await run_loop(driver)
 
-    summary = asyncio.run(run())
-    if checked.observe.report:
-        write_report(checked.run_dir)
-    return summary
+    try:
+        return asyncio.run(run())
+    finally:  # a run that was stopped or broke is what one wants to look at most
+        if checked.observe.report and (checked.run_dir / "metrics.jsonl").exists():
+            write_report(checked.run_dir)
 
 
 def as_config(config: Config | dict[str, Any] | str | Path) -> Config:

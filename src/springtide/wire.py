@@ -176,8 +176,8 @@ async def serve(
                 task = asyncio.create_task(answer(peer, number, method, payload))
                 running.add(task)
                 task.add_done_callback(running.discard)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass  # the peer left, or this process ends: in both cases nobody waits for more
         finally:
             for task in running:
                 task.cancel()

@@ -137,7 +137,7 @@ class Metrics:
             "trajectories": sum(len(s["members"]) for s in summaries),
             "loss_tokens": int(learned.get("loss_tokens", 0)),
             "goodput_tokens_per_s": learned.get("loss_tokens", 0) / step_s,
-            "success": {"mean": _mean(list(success.values())), **success},
+            "success": {"mean": _mean(list(success.values())) if success else None, **success},
             "reward": {suite: _mean(values) for suite, values in sorted(counts.reward.items())},
             "mixture": {suite: n / max(1, sum(state.consumed.values())) for suite, n in sorted(state.consumed.items())},
             "staleness": {

@@ -49,7 +49,7 @@ class Lines(Quiet):
     def step(self, record: dict[str, Any]) -> None:
         suites = " ".join(f"{k} {v:.0%}" for k, v in record["success"].items() if k != "mean")
         self._console.print(
-            f"step {record['step']}/{self._steps} {record['t'] / 60:.1f} min  success {record['success']['mean']:.0%} "
+            f"step {record['step']}/{self._steps} {record['t'] / 60:.1f} min  success {_share(record['success']['mean'])} "
             f"({suites})  {record['goodput_tokens_per_s']:.0f} tok/s  staleness {record['staleness']['mean']:.1f}  "
             f"wait {_waits(record)}",
             markup=False,
@@ -75,7 +75,8 @@ class Board(Quiet):
 
     def step(self, record: dict[str, Any]) -> None:
         self._record = record
-        self._history.append(record["success"]["mean"])
+        if record["success"]["mean"] is not None:  # None where no episode ended since the last step
+            self._history.append(record["success"]["mean"])
         self._draw()
 
     def evaluation(self, record: dict[str, Any]) -> None:
@@ -95,7 +96,7 @@ class Board(Quiet):
         if record is not None:
             table = Table.grid(padding=(0, 2))
             table.add_row("step", f"{record['step']}/{self._steps}", "time", f"{record['t'] / 60:.1f} min")
-            table.add_row("success", f"{record['success']['mean']:.1%}", "trend", _spark(self._history[-_RECENT:]))
+            table.add_row("success", _share(record["success"]["mean"]), "trend", _spark(self._history[-_RECENT:]))
             for suite, value in record["success"].items():
                 if suite != "mean":
                     table.add_row(f"  {suite}", f"{value:.1%}", "share", f"{record['mixture'].get(suite, 0):.0%}")
@@ -137,6 +138,10 @@ def _evaluation_line(record: dict[str, Any]) -> str:
     return f"evaluation ({record['label']}): success {record['success']:.1%}{greedy}: {suites}"
 
 
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
 def _waits(record: dict[str, Any]) -> str:
     waits = {k.removeprefix("wait_"): v for k, v in record["seconds"].items() if k.startswith("wait_") and v > 0.005}
     return " ".join(f"{cause} {seconds:.1f} s" for cause, seconds in sorted(waits.items())) or "none"
@@ -147,6 +152,8 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def _spark(values: list[float]) -> str:
+    if not values:
+        return ""
     low, high = min(values), max(values)
     span = (high - low) or 1.0
     return "".join(_BARS[int((v - low) / span * (len(_BARS) - 1))] for v in values)

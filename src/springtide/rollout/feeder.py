@@ -32,6 +32,7 @@ from springtide.wire import ConnectionLost, DeadlineExceeded, RemoteError
 _BROKEN_AFTER = 64  # episodes of a suite that failed in a row: the environment is broken, not unlucky
 _CONTROL_S = 60.0  # deadline of a short call to a rollout worker
 _LEAVE_S = 5.0  # the same, of a group that is given up
+_PAUSE_S = 2.0  # at most, before a member whose retries are used up is replaced: the trainer may be waiting for it
 _NO_SIGNAL_STEPS = 20  # steps' worth of groups in a row with equal rewards: nothing is left to learn from
 
 
@@ -239,7 +240,7 @@ class Feeder:
                 retry += 1
                 failures += not summary.killed
                 if failures > self._config.rollout.group.retries:  # the budget is used up: replace it, but not at once
-                    await asyncio.sleep(min(30.0, 2.0 ** (failures - self._config.rollout.group.retries)))
+                    await asyncio.sleep(min(_PAUSE_S, 0.1 * 2 ** (failures - self._config.rollout.group.retries)))
 
         with contextlib.suppress(TimeoutError):  # what is present at the deadline is what the group has
             async with asyncio.timeout_at(deadline):
