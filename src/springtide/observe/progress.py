@@ -48,9 +48,10 @@ class Lines(Quiet):
 
     def step(self, record: dict[str, Any]) -> None:
         suites = " ".join(f"{k} {v:.0%}" for k, v in record["success"].items() if k != "mean")
+        success = _share(record["success"]["mean"])
         self._console.print(
-            f"step {record['step']}/{self._steps} {record['t'] / 60:.1f} min  success {_share(record['success']['mean'])} "
-            f"({suites})  {record['goodput_tokens_per_s']:.0f} tok/s  staleness {record['staleness']['mean']:.1f}  "
+            f"step {record['step']}/{self._steps} {record['t'] / 60:.1f} min  success {success} ({suites})  "
+            f"{record['goodput_tokens_per_s']:.0f} tok/s  staleness {record['staleness']['mean']:.1f}  "
             f"wait {_waits(record)}",
             markup=False,
             highlight=False,

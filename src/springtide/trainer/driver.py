@@ -15,7 +15,7 @@ import json
 import subprocess
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,13 +56,14 @@ class StuckRun(BrokenRun):
 
 @dataclass(slots=True)
 class Clock:
-    """Where the driver's time went since the run's loop began, in seconds by cause."""
+    """How long the run's loop has run, over all incarnations, and where that time went, in seconds by cause."""
 
-    started: float = field(default_factory=time.monotonic)
+    elapsed_before: float = 0.0
     spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    since: float | None = None  # None: it stands still
 
     @contextlib.contextmanager
-    def measure(self, cause: str):
+    def measure(self, cause: str) -> Iterator[None]:
         begun = time.monotonic()
         try:
             yield
@@ -71,7 +72,14 @@ class Clock:
 
     @property
     def elapsed(self) -> float:
-        return time.monotonic() - self.started
+        return self.elapsed_before + (0.0 if self.since is None else time.monotonic() - self.since)
+
+    def start(self) -> None:
+        self.since = time.monotonic()
+        self.spent.clear()
+
+    def stop(self) -> None:
+        self.elapsed_before, self.since = self.elapsed, None
 
 
 class Driver:
@@ -96,7 +104,7 @@ class Driver:
         self.fresh = checkpoint is None
         self.step: int = extra.get("step", 0)
         self._running = RunningMoments.from_json(extra.get("running", {}))
-        self.trained_s: float = extra.get("trained_s", 0.0)
+        self._clock = Clock(extra.get("trained_s", 0.0))
         self.incarnation = ledger.begin(self.step, config.staleness.bound)
         self._versions = Versions(make_version(self.incarnation, self.step))
         self._stale_step = -1
@@ -121,7 +129,6 @@ class Driver:
         )
         self._feeder.apply(Began(time.time(), self.step, self._state.mixture, dict(self._state.consumed)))
         self._synchronous = config.schedule.policy == "synchronous"
-        self._clock = Clock()
         self._evaluations = 0
         self._pending_eval: asyncio.Task[None] | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -131,9 +138,14 @@ class Driver:
     # --- the sentence -----------------------------------------------------------------------------------------------
 
     @property
+    def elapsed(self) -> float:
+        """Seconds the loop has run, over all incarnations."""
+        return self._clock.elapsed
+
+    @property
     def finished(self) -> bool:
         run = self.config.run
-        late = run.minutes is not None and self.trained_s + self._clock.elapsed >= run.minutes * 60
+        late = run.minutes is not None and self._clock.elapsed >= run.minutes * 60
         return self.step >= run.steps or late
 
     async def cold_start(self) -> None:
@@ -159,7 +171,7 @@ class Driver:
     @contextlib.asynccontextmanager
     async def feeding(self) -> AsyncIterator[None]:
         """Draw and play beside the block; at its end every pending group ends as `run_ended`."""
-        self._clock = Clock()
+        self._clock.start()
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -175,7 +187,7 @@ class Driver:
         except BaseExceptionGroup as group:
             raise root_cause(group) from None
         finally:
-            self.trained_s += self._clock.elapsed
+            self._clock.stop()
 
     async def next_batch(self) -> tuple[int, ...]:
         """Wait until the policy's batch is ready; the visits of it. Raises: StuckRun."""
@@ -255,7 +267,7 @@ class Driver:
             "step": self.step,
             "incarnation": self.incarnation,
             "running": self._running.to_json(),
-            "trained_s": self.trained_s + (self._clock.elapsed if self._state.step or self.step else 0.0),
+            "trained_s": self._clock.elapsed,
         }
         with self._clock.measure("checkpoint"):
             try:
@@ -427,7 +439,7 @@ class Driver:
             learned=learned,
             counts=self._feeder.take_counts(),
             spent=self._clock.spent,
-            elapsed=self.trained_s + self._clock.elapsed,
+            elapsed=self._clock.elapsed,
             engines=await self._runtime.engine_stats(),
             state=self._state,
             restarts=self._runtime.restarts(),
@@ -495,7 +507,7 @@ async def open_run(config: Config, *, resume: bool = False) -> AsyncIterator[Dri
             evals[name] = await runtime.catalog.catalog(entry.use, split, entry.level)
         driver = Driver(config, directory, runtime, ledger, metrics, catalogs, evals, weights, checkpoint, events)
         if not driver.fresh:
-            metrics.resumed(driver.step, driver.trained_s, driver.incarnation)
+            metrics.resumed(driver.step, driver.elapsed, driver.incarnation)
         yield driver
 
 
