@@ -97,6 +97,10 @@ class Clock:
         self.seconds[self._state] += now - self._since
         self._state, self._since = state, now
 
+    def tick(self) -> None:
+        """Count the present state's time up to now."""
+        self.switch(self._state)
+
     def total(self, prefix: str) -> float:
         return sum(s for state, s in self.seconds.items() if state.startswith(prefix))
 
@@ -304,7 +308,7 @@ class LocalEngine:
 
     async def stats(self) -> EngineStats:
         core, counts = self.core, self.core.counts
-        self.clock.switch(self.clock._state)
+        self.clock.tick()
         extra: dict[str, Any] = {
             "idle_causes": {k.removeprefix("idle_"): v for k, v in self.clock.seconds.items() if k.startswith("idle_")},
             "recomputed_causes": {
