@@ -1,4 +1,4 @@
-"""Environments of three turns, for tests of what happens between turns: weights that change, tools that sleep or hang."""
+"""Environments of three turns, for what happens between turns: weights that change, tools that sleep or hang."""
 
 from __future__ import annotations
 
@@ -67,3 +67,12 @@ class Hangs(Letters):
         if self.task.index % 5 == 0 or sum(map(ord, text)) % 6 == 0:
             await asyncio.Event().wait()
         await super().reply(text)
+
+
+class HangsAlways(Hangs):
+    """No task is ever answered."""
+
+    name = "hangsalways"
+
+    async def reply(self, text: str) -> None:
+        await asyncio.Event().wait()

@@ -36,7 +36,7 @@ class Quiet:
     def waiting(self, reason: str, admission: str) -> None: ...
 
     def note(self, text: str) -> None:
-        self._console.print(f"note: {text}", markup=False)
+        self._console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 class Lines(Quiet):

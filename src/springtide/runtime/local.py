@@ -117,7 +117,7 @@ async def open_runtime(
 ) -> AsyncIterator[Runtime]:
     """Start every process of the run, together. The trainer holds `checkpoint`, or the model where there is none."""
     start_s = config.runtime.start_s
-    weights = Path(config.weights.dir) if config.weights.dir else weights_directory(run)
+    weights = weights_directory(run, Path(config.weights.dir) if config.weights.dir else None)
     tree = config.model_dump(mode="json")
     sockets = tempfile.TemporaryDirectory(prefix="springtide-")
     env = LocalRunner(tuple(s.use for s in config.suites), config.runtime.env_workers, run / "logs", start_s=start_s)
@@ -204,10 +204,13 @@ async def open_runtime(
         yield runtime
 
 
-def weights_directory(run: Path) -> Path:
-    """Where published weights live unless configured: shared memory if there is any, else the run directory."""
+def weights_directory(run: Path, configured: Path | None) -> Path:
+    """Where published weights live, a directory of the run's own: it is emptied at the start and removed at the end.
+
+    In `configured` if given, else in shared memory if there is any, else in the run directory.
+    """
     shared = Path("/dev/shm")
-    if not os.access(shared, os.W_OK):
+    if configured is None and not os.access(shared, os.W_OK):
         return run / "weights"
     tag = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]  # two runs of one name must not meet
-    return shared / f"springtide-{os.getuid()}" / f"{run.name}-{tag}"
+    return (configured or shared / f"springtide-{os.getuid()}") / f"{run.name}-{tag}"
