@@ -148,12 +148,14 @@ def test_a_synchronous_run_accounts_for_every_token_and_says_when_all_is_cut(tin
     """trl#6219: the length limit was too short, every completion was cut, the reward was 0, and nothing said so."""
     config = talk_config(
         tiny_model, tmp_path, "cut", schedule={"policy": "synchronous"}, rollout={"max_new_tokens": 2},
-        eval={"every": 2, "tasks": 6}, run={"steps": 3},
+        eval={"every": 2, "tasks": 6, "split": "ood"}, run={"steps": 3},
     )  # fmt: skip
     summary = springtide.train(config)
     tokens = summary.tokens
     assert tokens["generated"] == tokens["trained"] + tokens["evaluated"] + tokens["discarded"], tokens
     assert tokens["discarded"] == 0 < tokens["evaluated"]
+    shown = [Group.load(p) for p in (config.run_dir / "trajectories").glob("eval-*.msgpack")]
+    assert {g.task.split for g in shown} == {"ood"}
     notes = [r["text"] for r in records(config, "note")]
     assert any("was cut at a limit" in text and "rollout.max_new_tokens" in text for text in notes), notes
     assert records(config)[0]["cut_turn_share"] > 0.9
