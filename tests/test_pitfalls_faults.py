@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import resource
+import signal
 import sqlite3
 from collections import Counter
 from pathlib import Path
@@ -286,3 +288,20 @@ def test_a_bad_line_in_a_run_is_not_hidden(tiny_model: Path, tmp_path: Path) -> 
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="no such key in trainer"):
         run_config(tiny_model, tmp_path, trainer={"learning_rate": 1.0})
+
+
+def test_an_engine_that_is_restarted_gets_the_stale_pools_old_weights(tiny_model: Path, tmp_path: Path) -> None:
+    """verl#6583 and its kin: recovery that needs what was collected long ago. The pool here stays at version 0."""
+    config = run_config(
+        tiny_model, tmp_path, run={"steps": 40}, algorithm={"equal_rewards": "keep"},
+        rollout={"stale_probability": 0.5, "stale_refresh": 1000},
+    )  # fmt: skip
+    run = start_run(config)
+    wait_for("six steps", lambda: (config.run_dir / "metrics.jsonl").exists() and len(records(config)) >= 6)
+    (engine,) = [p for p in descendants(run.pid) if program(p) == "engine-0"]
+    os.kill(engine, signal.SIGKILL)
+    assert run.wait(120) == 0, run.stdout and run.stdout.read()
+    steps = records(config)
+    assert steps[-1]["restarts"] == {"engine-0": 1}
+    assert steps[-1]["staleness"]["stale_turns"] > 0
+    assert steps[-1]["staleness"]["stale_pool_lag"] == 39

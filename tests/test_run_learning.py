@@ -90,6 +90,10 @@ def test_options_of_the_loop_take_effect(tiny_model: Path, tmp_path: Path, table
     springtide.train(config)
     assert all(shows(r) for r in records(config))
     assert len(records(config)) == config.run.steps
+    if "engine" in tables:
+        assert {f"{name}.log" for name in ("engine-1", "rollout-1", "env-w1")} <= {
+            p.name for p in (config.run_dir / "logs").iterdir()
+        }
     if "cold_start" in tables.get("trainer", {}):
         gold = sorted((config.run_dir / "trajectories").glob("gold-*.msgpack"))
         assert len(gold) == 8

@@ -59,7 +59,8 @@ class GroupRewards:
 class GroupAdvantages:
     """One group's result. `values` maps member to advantage and is empty where the group is dropped.
 
-    equal: all scored rewards are the same. unscored: members that get no advantage. raw: moments before task_norm.
+    equal: all scored rewards are the same. unscored: members that get no advantage, for want of a reward or of action
+    tokens. raw: moments before task_norm.
     """
 
     task_id: str
@@ -111,8 +112,9 @@ def effective_reward(member: Member, incomplete_reward: float) -> float | None:
 def _raw(group: GroupRewards, algorithm: Algorithm) -> GroupAdvantages:
     _check_unique([m.member for m in group.members], f"member of {group.task_id} visit {group.visit}")
     rewards = {m.member: effective_reward(m, algorithm.incomplete_reward) for m in group.members}
-    scored = [m for m in group.members if rewards[m.member] is not None]
-    unscored = tuple(m.member for m in group.members if rewards[m.member] is None)
+    # A member that sampled nothing cannot be trained, so its reward is in no baseline either (OpenRLHF#1239).
+    scored = [m for m in group.members if rewards[m.member] is not None and m.loss_tokens > 0]
+    unscored = tuple(m.member for m in group.members if m not in scored)
     r = np.array([rewards[m.member] for m in scored], dtype=np.float64)
     dropped: Dropped | None = None
     equal = False
