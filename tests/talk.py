@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 from tests.letters import Letters
 
+from springtide import Task
 from springtide.trace import Limits
 
 TURNS = 3
@@ -76,3 +79,11 @@ class HangsAlways(Hangs):
 
     async def reply(self, text: str) -> None:
         await asyncio.Event().wait()
+
+
+class NoDev(Letters):
+    """Another suite of Letters' name, without a dev tenth."""
+
+    @classmethod
+    def tasks(cls, split: str, level: str) -> Sequence[Task]:
+        return [replace(task, tags=()) for task in super().tasks(split, level)]

@@ -288,6 +288,12 @@ def test_a_bad_line_in_a_run_is_not_hidden(tiny_model: Path, tmp_path: Path) -> 
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="no such key in trainer"):
         run_config(tiny_model, tmp_path, trainer={"learning_rate": 1.0})
+    suites = [{"use": f"{TESTS / 'letters.py'}:Letters"}, {"use": f"{TESTS / 'talk.py'}:NoDev"}]
+    with pytest.raises(ConfigError, match=r"NoDev is called letters, as one before it is"):
+        springtide.train(run_config(tiny_model, tmp_path, "two", suites=suites))
+    config = run_config(tiny_model, tmp_path, "none", suites=suites[1:], eval={"every": 5, "dev": True})
+    with pytest.raises(ConfigError, match=r"eval: suite letters has no dev tasks at level quick"):
+        springtide.train(config)
 
 
 def test_an_engine_that_is_restarted_gets_the_stale_pools_old_weights(tiny_model: Path, tmp_path: Path) -> None:

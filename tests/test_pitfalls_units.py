@@ -204,3 +204,20 @@ def test_pass_at_k_and_rates_leave_out_what_the_environment_lost() -> None:
     assert result.success == pytest.approx(1 / 3)
     assert result.status == pytest.approx({"completed": 2 / 3, "time_limit": 1 / 3})
     assert result.pass_at == pytest.approx({1: 1 / 3, 2: 1 / 3})
+
+
+def test_the_table_of_faults_names_tests_that_exist() -> None:
+    missing, found = [], 0
+    for line in (TESTS.parent / "docs" / "faults.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) != 5 or not cells[3] or cells[1] in ("Threads", "---"):
+            continue
+        for part in cells[3].split(";"):
+            area, _, names = part.strip().partition(":")
+            written = (TESTS / f"test_{area}.py").read_text()
+            for name in (n.strip().split(" ")[0] for n in names.split(",")):
+                found += 1
+                if not any(name in text.split("(")[0] for text in written.split("def test_")[1:]):
+                    missing.append(f"{area}: {name}")
+    assert found > 60
+    assert missing == []

@@ -498,6 +498,8 @@ async def open_run(config: Config, *, resume: bool = False) -> AsyncIterator[Dri
             if not tasks:
                 raise ConfigError(f"suites: {entry.use} has no tasks in split {entry.split}, level {entry.level}")
             name = tasks[0].suite
+            if name in catalogs:
+                raise ConfigError(f"suites: {entry.use} is called {name}, as one before it is; rename one")
             catalogs[name], weights[name] = tasks, entry.weight
             if not ledger.same_as_before(f"tasks of {name}", _fingerprint(tasks)):
                 raise ConfigError(
@@ -505,6 +507,10 @@ async def open_run(config: Config, *, resume: bool = False) -> AsyncIterator[Dri
                     "or repeat some; start a new run, or use the suite's former version"
                 )
             evals[name] = await runtime.catalog.catalog(entry.use, split, entry.level)
+            evaluates = config.eval.at_ends or config.eval.every > 0
+            if evaluates and not eval_tasks(evals[name], 1, dev=config.eval.dev):
+                kind = "dev tasks" if config.eval.dev else f"tasks in split {split}"
+                raise ConfigError(f"eval: suite {name} has no {kind} at level {entry.level} to evaluate on")
         driver = Driver(config, directory, runtime, ledger, metrics, catalogs, evals, weights, checkpoint, events)
         if not driver.fresh:
             metrics.resumed(driver.step, driver.elapsed, driver.incarnation)
