@@ -5,6 +5,7 @@
     package     write the checkpoint's weights into the package
     play        sampled and greedy success of the package on dev tasks
     audit       accuracy by kind of decision on dev tasks
+    curve       the checkpoint's curve as an image
 
 Run on one core; `train` may be stopped and started again at any time.
 """
@@ -38,13 +39,14 @@ _CORPUS_DRILLS = 700  # a suite, so that merges know syllables and not only the 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m springtide.models.nano", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("command", choices=("tokenizer", "train", "package", "play", "audit"))
+    parser.add_argument("command", choices=tuple(COMMANDS))
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--out", type=Path, default=PACKAGE)
     parser.add_argument("--steps", type=int, default=None, help="length of the schedule")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of the recipe")
     parser.add_argument("--every", type=int, default=50, help="steps between points of the curve")
     parser.add_argument("--tasks", type=int, default=160, help="dev tasks a suite")
+    parser.add_argument("--image", type=Path, default=Path("docs/nano-curve.png"), help="where curve draws")
     args = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the batches are short; one core was promised
     torch.set_num_threads(1)
@@ -104,11 +106,28 @@ def look(args: argparse.Namespace) -> None:
     print(table(audit(training.resume(args.checkpoint).model, _tokenizer(args), dialogues)))
 
 
+def curve(args: argparse.Namespace) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    points = training.resume(args.checkpoint).curve
+    millions = [p["tokens"] / 1e6 for p in points]
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for suite, colour in zip(gold.SUITES, ("tab:blue", "tab:orange", "tab:green")):
+        for kind, style in (("sampled", "-"), ("greedy", "--")):
+            axes.plot(millions, [p["dev"][suite][kind] for p in points], style, color=colour, label=f"{suite}, {kind}")
+    axes.set(xlabel="tokens (millions)", ylabel="dev solutions followed exactly", ylim=(0, 1))
+    axes.legend(fontsize=8)
+    figure.savefig(args.image, dpi=110)
+
+
 def _tokenizer(args: argparse.Namespace) -> Tokenizer:
     return Tokenizer.from_file(str(args.out / "tokenizer.json"))
 
 
-COMMANDS = {"tokenizer": tokenizer, "train": train, "package": write, "play": play, "audit": look}
+COMMANDS = {"tokenizer": tokenizer, "train": train, "package": write, "play": play, "audit": look, "curve": curve}
 
 if __name__ == "__main__":
     main()

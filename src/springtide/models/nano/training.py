@@ -30,12 +30,18 @@ from springtide.trace import atomic_write
 
 @dataclass(frozen=True)
 class Recipe:
-    """How nano is trained. `steps` is the whole schedule; the learning rates fall to zero over its last `decay`."""
+    """How nano is trained. `steps` is the whole schedule; the learning rates fall to zero over its last `decay`.
+
+    `db_share` and `kg_share` of the dialogues are those suites', the rest is household's: kg is learned several times
+    faster than the others, and all three should start RL at a like level. `gold_share` of each are gold, not drills.
+    """
 
     seed: int = 0
     steps: int = 3000
-    batch: int = 48
+    batch: int = 32
     micro_batch: int = 16
+    db_share: float = 0.48
+    kg_share: float = 0.08
     gold_share: float = 0.15
     muon_lr: float = 0.01
     adam_lr: float = 0.003
@@ -76,12 +82,12 @@ def _run(recipe: Recipe, model: Qwen3ForCausalLM) -> Run:
 
 
 def draw(recipe: Recipe, step: int, seen: Seen, lexicon: Lexicon) -> list[Dialogue]:
-    """The dialogues of a step: the suites in equal parts, gold by its share, the rest drills."""
+    """The dialogues of a step: each suite by its share (stratified), gold by its share, the rest drills."""
     rng = random.Random(f"{recipe.seed}/{step}")
-    suites = list(DRILLS)
     batch = []
     for i in range(recipe.batch):
-        suite = suites[i % len(suites)]
+        place = (i + rng.random()) / recipe.batch
+        suite = "db" if place < recipe.db_share else "kg" if place < recipe.db_share + recipe.kg_share else "household"
         if rng.random() < recipe.gold_share:
             batch.append(rng.choice(seen.gold[suite]))
         else:

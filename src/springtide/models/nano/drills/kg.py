@@ -40,8 +40,7 @@ def kg_drill(rng: random.Random, lexicon: Lexicon) -> Dialogue:
         Turn(("get_neighbors", {"variable": x, "relation": a}), f"#0: {target}"),
     ]
     if rng.random() < _COUNT_SHARE:
-        many = RELATIONS[kind][a].many if kind == "country" else plural(a)
-        text = rng.choice(_COUNTS).format(a=many, x=x)
+        text = rng.choice(_COUNTS).format(a=plural(a), x=x)
         turns.append(Turn(("count", {"variable": "#0"}), f"#1: {rng.randint(3, 40)}"))
     else:
         b, end, second = _step(rng, lexicon, target if real else "")
