@@ -132,6 +132,22 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tiny_model: Path, tmp_path: P
 
 
 @pytest.mark.slow
+def test_a_disk_too_full_for_the_drivers_own_files_is_one_line(tiny_model: Path, tmp_path: Path) -> None:
+    config = run_config(tiny_model, tmp_path, run={"steps": 200}, algorithm={"equal_rewards": "keep"})
+    run = start_run(config)
+    wait_for("a step", lambda: (config.run_dir / "metrics.jsonl").exists() and records(config))
+    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (100, 100))
+    assert run.wait(60) == 1
+    assert run.stdout is not None
+    (line,) = [text for text in run.stdout.read().splitlines() if text.startswith("springtide:")]
+    assert "cannot write the run's files" in line
+    again = start_run(config.model_copy(update={"run": config.run.model_copy(update={"steps": 20})}), resume=True)
+    assert again.wait(60) == 0, again.stdout and again.stdout.read()
+    audit = Ledger(config.run_dir / "ledger.sqlite").audit()
+    assert audit["drawn"] == audit["trained"] + sum(audit["dropped"].values())
+
+
+@pytest.mark.slow
 def test_a_disk_too_full_for_a_checkpoint_keeps_the_one_before(tiny_model: Path, tmp_path: Path) -> None:
     """Weights fit, the optimiser's state does not."""
     config = run_config(tiny_model, tmp_path, run={"steps": 200}, trainer={"checkpoint_every": 2})

@@ -6,6 +6,8 @@ go on is one line and exit 1; Ctrl-C leaves no process behind and says how to go
 
 from __future__ import annotations
 
+import errno
+import sqlite3
 import sys
 
 import typer
@@ -44,7 +46,20 @@ def main() -> None:
         if isinstance(error, broken):
             print(f"springtide: {error}", file=sys.stderr)
             sys.exit(1)
+        if _no_room(error):
+            print(
+                f"springtide: cannot write the run's files: {error}; make room and continue with --resume",
+                file=sys.stderr,
+            )
+            sys.exit(1)
         raise
+
+
+def _no_room(error: Exception) -> bool:
+    """Whether the driver's own files (ledger, events, metrics) found a full disk or a quota."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return isinstance(error, sqlite3.OperationalError)
 
 
 def _kinds() -> tuple[tuple[type[Exception], ...], tuple[type[Exception], ...]]:
