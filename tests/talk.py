@@ -84,6 +84,8 @@ class HangsAlways(Hangs):
 class NoDev(Letters):
     """Another suite of Letters' name, without a dev tenth."""
 
+    name = "letters"
+
     @classmethod
     def tasks(cls, split: str, level: str) -> Sequence[Task]:
         return [replace(task, tags=()) for task in super().tasks(split, level)]

@@ -307,6 +307,7 @@ def test_a_bad_line_in_a_run_is_not_hidden(tiny_model: Path, tmp_path: Path) -> 
     suites = [{"use": f"{TESTS / 'letters.py'}:Letters"}, {"use": f"{TESTS / 'talk.py'}:NoDev"}]
     with pytest.raises(ConfigError, match=r"NoDev is called letters, as one before it is"):
         springtide.train(run_config(tiny_model, tmp_path, "two", suites=suites))
+    assert not (tmp_path / "two").exists(), "refused before anything started"
     config = run_config(tiny_model, tmp_path, "none", suites=suites[1:], eval={"every": 5, "dev": True})
     with pytest.raises(ConfigError, match=r"eval: suite letters has no dev tasks at level quick"):
         springtide.train(config)

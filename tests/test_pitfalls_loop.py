@@ -126,8 +126,10 @@ def test_every_generated_token_has_its_end_within_what_was_cut_off(talk: Any) ->
     config, summary = talk
     tokens = summary.tokens
     owned = tokens["trained"] + tokens["evaluated"] + tokens["discarded"]
-    in_flight = config.rollout.concurrency * config.rollout.group.n * config.rollout.max_new_tokens
     assert tokens["trained"] > 0 and tokens["evaluated"] > 0
+    in_flight = (
+        config.rollout.concurrency * config.rollout.group.n * config.rollout.max_new_tokens / 4
+    )  # most turns act
     assert 0 <= tokens["generated"] - owned <= in_flight, tokens
     ends = {cause for r in (*records(config), *records(config, "end")) for cause in r["discarded_tokens"]}
     assert ends <= {"run_ended", "unscored"}

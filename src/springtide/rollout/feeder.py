@@ -371,9 +371,10 @@ class Feeder:
     ) -> None:
         """Let the worker forget the visit and end what still plays of it; count the tokens beside the `present`'s."""
         with contextlib.suppress(ConnectionLost):  # then they are gone with it
-            self.counts.discarded[cause] += await worker.call(
+            tokens = await worker.call(
                 "discard", deadline_s=deadline_s, purpose="train", visit=visit, known=tuple(present)
             )
+            self.counts.discarded[cause] += tokens  # in a step of its own: others count while we wait
 
     def _drop(self, visit: int, cause: str) -> None:
         """End the visit without training; what of it is in flight or ready is given up and counted."""

@@ -498,8 +498,6 @@ async def open_run(config: Config, *, resume: bool = False) -> AsyncIterator[Dri
             if not tasks:
                 raise ConfigError(f"suites: {entry.use} has no tasks in split {entry.split}, level {entry.level}")
             name = tasks[0].suite
-            if name in catalogs:
-                raise ConfigError(f"suites: {entry.use} is called {name}, as one before it is; rename one")
             catalogs[name], weights[name] = tasks, entry.weight
             if not ledger.same_as_before(f"tasks of {name}", _fingerprint(tasks)):
                 raise ConfigError(
@@ -521,8 +519,13 @@ def check_run(config: Config) -> Path:
     """All that can be checked without starting anything; the model's directory. Raises: ConfigError and its kin."""
     model_dir = resolve_model(config.model.path)
     check_vocab(load_chat(model_dir, config.model.tool_format), vocab_size(model_dir))
+    names: set[str] = set()
     for entry in config.suites:
-        load_suite(entry.use).select(entry.split, entry.level)
+        suite = load_suite(entry.use)
+        suite.select(entry.split, entry.level)
+        if suite.name in names:
+            raise ConfigError(f"suites: {entry.use} is called {suite.name}, as one before it is; rename one")
+        names.add(suite.name)
     return model_dir
 
 
