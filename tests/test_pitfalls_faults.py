@@ -112,6 +112,7 @@ def _flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_loses_nothing(tiny_model: Path, tmp_path: Path) -> None:
     """A limit on the size of files that one process may write stands for a disk without room."""
     config = run_config(tiny_model, tmp_path, run={"steps": 200}, algorithm={"equal_rewards": "keep"})
@@ -313,6 +314,7 @@ def test_a_bad_line_in_a_run_is_not_hidden(tiny_model: Path, tmp_path: Path) -> 
         springtide.train(config)
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_restarted_gets_the_stale_pools_old_weights(tiny_model: Path, tmp_path: Path) -> None:
     """verl#6583 and its kin: recovery that needs what was collected long ago. The pool here stays at version 0."""
     config = run_config(
