@@ -8,7 +8,8 @@ beside it, the same tasks and the same seeds, before and after):
               is not charged to them). Its learning rate is the best of three, chosen on the dev tasks by `--tune`.
 A requirement must hold for each seed, and is judged by the worst. Wall time is the whole command's: start, both
 evaluations, training, report. Gains are in points of success; a seed's gain has sampling noise of its own.
-On two quiet cores: a cell takes 11 minutes; `--tune` three cells, the benchmark six. Cells resume: `--missing`.
+On two quiet cores: a cell takes 7 minutes, a trial of `--tune` 3; six cells and three trials. Cells resume:
+`--missing`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from springtide.rollout.evaluate import EvalResult, eval_tasks, evaluate
 from springtide.rollout.pool import play_once
 from springtide.runtime.local import Runtime, open_runtime
 from springtide.trace import TaskRef, make_version
-from springtide.trainer.driver import check_run
+from springtide.trainer.start import check_run
 
 SEEDS = (0, 1, 2)
 LR_FACTORS = (0.25, 1.0, 4.0)  # of the preset's trainer.lr; its grid must not end where the best is
@@ -88,7 +89,7 @@ async def train_supervised(config: Config, directory: Path, lr: float) -> Json:
     rng = np.random.default_rng(config.run.seed)
     async with open_runtime(config, directory, check_run(config), checkpoint=None) as runtime:
         await _publish(runtime, 0)
-        start = await _evaluate(config, runtime, 0, first=0)
+        start = await _evaluate(config, runtime, 0)
         gold = await _play_gold(config, runtime, directory)
         batch = min(config.trainer.cold_start.batch, len(gold))
         queue: list[str] = []
@@ -102,7 +103,7 @@ async def train_supervised(config: Config, directory: Path, lr: float) -> Json:
             losses.append(figures["loss"])
         seconds = time.monotonic() - begun
         await _publish(runtime, 1)
-        end = await _evaluate(config, runtime, 1, first=2)
+        end = await _evaluate(config, runtime, 1)
     return {
         "start": start,
         "end": end,
@@ -143,8 +144,8 @@ async def _play_gold(config: Config, runtime: Runtime, directory: Path) -> list[
     return paths
 
 
-async def _evaluate(config: Config, runtime: Runtime, step: int, *, first: int) -> Json:
-    """Sampled and greedy, with the tasks and the seeds of a run whose evaluation number `first` this is."""
+async def _evaluate(config: Config, runtime: Runtime, step: int) -> Json:
+    """Sampled and greedy, with the tasks and the seeds of a run's evaluations."""
     options = config.eval
     split = "train" if options.dev else options.split
     tasks: dict[str, list[TaskRef]] = {}
@@ -154,10 +155,10 @@ async def _evaluate(config: Config, runtime: Runtime, step: int, *, first: int) 
         )
         tasks[chosen[0].suite] = chosen
     results: list[EvalResult] = []
-    for number, (temperature, samples) in enumerate(((config.rollout.temperature, options.samples), (0.0, 1)), first):
+    for temperature, samples in ((config.rollout.temperature, options.samples), (0.0, 1)):
 
-        def spec(task: TaskRef, visit: int, member: int, retry: int, number: int = number, t: float = temperature):
-            return _spec(config, "eval", t, make_version(0, step), task, number * 1_000_000 + visit, member, retry)
+        def spec(task: TaskRef, visit: int, member: int, retry: int, t: float = temperature) -> EpisodeSpec:
+            return _spec(config, "eval", t, make_version(0, step), task, visit, member, retry)
 
         play = functools.partial(play_once, runtime.pool)
         results.append(await evaluate(tasks, play, spec, samples=samples, concurrency=_EPISODES))
@@ -237,7 +238,14 @@ def run_supervised(cell: Cell, seed: int, sets: Sequence[str], *, missing: bool,
 
 def tune_cells(sets: Sequence[str]) -> dict[float, Cell]:
     """Learning rate factor -> the cell that tries it, on the dev tasks."""
-    return {f: supervised_cell(f"learning-tune-{f:g}", 0, f, (*sets, "eval.dev=true")) for f in LR_FACTORS}
+    return {f: supervised_cell(f"learning-tune-{f:g}", 0, f, tuning(sets)) for f in LR_FACTORS}
+
+
+def tuning(sets: Sequence[str]) -> tuple[str, ...]:
+    """A trial is on the dev tasks, and takes a third of the arm's time."""
+    minutes = preset(*sets).run.minutes
+    assert minutes is not None
+    return (*sets, "eval.dev=true", f"run.minutes={minutes / 3}")
 
 
 def _cell(name: str, config: Config, program: Sequence[Callable[..., Any]], **more: Any) -> Cell:
@@ -388,7 +396,7 @@ def _chosen(parser: argparse.ArgumentParser, directory: Path) -> float:
 
 def _tune(args: argparse.Namespace, sets: Sequence[str], directory: Path) -> None:
     cells = {
-        factor: run_supervised(cell, 0, (*sets, "eval.dev=true"), missing=args.missing, directory=directory)
+        factor: run_supervised(cell, 0, tuning(sets), missing=args.missing, directory=directory)
         for factor, cell in tune_cells(sets).items()
     }
     rows = [

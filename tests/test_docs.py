@@ -22,10 +22,10 @@ def test_what_a_page_shows_exists_and_works(page: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda p: p.name)
 def test_an_example_is_ready_to_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from springtide.trainer.driver import check_run
+    from springtide.trainer.start import check_run
 
     monkeypatch.chdir(ROOT)
-    placeholder = ("model.path=springtide-nano",) if "path/to/model" in path.read_text() else ()
+    placeholder = ("model.path=springtide-nano", "model.context=1024") if "path/to/model" in path.read_text() else ()
     check_run(load_config(path, placeholder))
 
 

@@ -63,7 +63,8 @@ def test_children_die_with_a_killed_parent(tmp_path: Path, how: signal.Signals) 
         from pathlib import Path
         from springtide.process import start_process
         async def run():
-            async with start_process("child", "{HELPERS}:echo", {{}}, log_path=Path({str(tmp_path / "log")!r})) as child:
+            log = Path({str(tmp_path / "log")!r})
+            async with start_process("child", "{HELPERS}:echo", {{}}, log_path=log) as child:
                 grandchild = await child.client.call("spawn", deadline_s=10)
                 print(child.pid, grandchild, flush=True)
                 await asyncio.sleep(600)

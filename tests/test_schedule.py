@@ -199,3 +199,19 @@ def test_drawing_visits_every_task_once_an_epoch_and_continues_anywhere() -> Non
     assert drawn[:17] != drawn[17:34]
     resumed = UniformSampler("s", _tasks(17), seed=3)
     assert [resumed.task(k).id for k in range(20, 51)] == drawn[20:]
+
+
+def test_what_a_rollback_made_ready_is_not_trained_in_one_giant_step() -> None:
+    """After a resume at step 1, groups born up to step 20 are ready again: each is due when its own age says so."""
+    bounds = Bounds(groups=4, concurrency=8, bound=2)
+    state = Readiness({"db": 1.0}, step=1)
+    for visit in range(76):
+        state.apply(Admitted(0, visit, "db", 1 + visit // 4))
+        state.apply(Ready(1, visit))
+    while state.ready():
+        choice = choose_batch(state, bounds)
+        assert isinstance(choice, Batch)
+        assert len(choice.visits) == 4
+        assert all(state.staleness(state.groups[v]) <= bounds.bound for v in choice.visits)
+        state.apply(StepStarted(2, choice.visits))
+        state.apply(StepEnded(3, state.step + 1))

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 from springtide.trace import (
-    Group, Message, Outcome, Segment, TaskRef, ToolCall, Trajectory, Turn, make_version, sampling_seed, version_step,
+    Group,
+    Message,
+    Outcome,
+    Segment,
+    TaskRef,
+    ToolCall,
+    Trajectory,
+    Turn,
+    make_version,
+    sampling_seed,
+    version_step,
 )  # fmt: skip
 
 TASK = TaskRef("s/quick/train/0", "s", "1", "train", "quick", 0, 7)

@@ -8,14 +8,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from springtide.chat import check_vocab, load_chat
 from springtide.config import Config, ConfigError, load_config, make_config
 from springtide.engine.openai import ChatEndpoint
 from springtide.env.local import LocalClient, LocalRunner
-from springtide.models.presets import resolve_model
+from springtide.env.registry import load_suite
+from springtide.models.presets import resolve_model, vocab_size
 from springtide.observe.metrics import Summary
 from springtide.observe.report import write_report
 from springtide.rollout.endpoint import play_endpoint
@@ -25,9 +28,9 @@ from springtide.rollout.evaluate import evaluate as run_evaluation
 from springtide.rollout.pool import play_once
 from springtide.runtime.local import open_runtime
 from springtide.trace import TaskRef
-from springtide.trainer.driver import open_run
 from springtide.trainer.loop import train as run_loop
 from springtide.trainer.rundir import RunDirectory
+from springtide.trainer.start import open_run
 
 
 def train(config: Config | dict[str, Any] | str | Path, *, resume: bool = False) -> Summary:
@@ -45,7 +48,7 @@ def train(config: Config | dict[str, Any] | str | Path, *, resume: bool = False)
         return asyncio.run(run())
     finally:  # a run that was stopped or broke is what one wants to look at most
         if checked.observe.report and (checked.run_dir / "metrics.jsonl").exists():
-            write_report(checked.run_dir)
+            _report(checked.run_dir)
 
 
 def as_config(config: Config | dict[str, Any] | str | Path) -> Config:
@@ -53,6 +56,13 @@ def as_config(config: Config | dict[str, Any] | str | Path) -> Config:
     if isinstance(config, Config):
         return config
     return make_config(config) if isinstance(config, dict) else load_config(Path(config))
+
+
+def _report(run: Path) -> None:
+    try:
+        write_report(run)
+    except Exception as error:  # a picture that cannot be drawn must not hide how the run ended
+        print(f"no report: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def evaluate(
@@ -76,6 +86,9 @@ def evaluate(
     of an OpenAI-compatible endpoint (then `model` names the model there). Raises: ConfigError, ProcessFailed.
     """
     config, path = _eval_config(target, suite, split, level, max_new_tokens, seed)
+    load_suite(suite).select(split, level)
+    if path is not None:
+        check_vocab(load_chat(path, config.model.tool_format), vocab_size(path))
 
     def spec(task: TaskRef, visit: int, member: int, retry: int) -> EpisodeSpec:
         return EpisodeSpec(

@@ -224,6 +224,10 @@ class Config(Table):
             "rollout.stale_probability: the stale pool needs engine.weight_slots >= 3",
         )
         need(
+            self.eval.every == 0 or self.schedule.policy == "synchronous" or self.engine.weight_slots >= 2,
+            "eval.every: an evaluation beside training is pinned to its weights, so it needs engine.weight_slots >= 2",
+        )
+        need(
             self.engine.kv_tokens >= self.model.context,
             f"engine.kv_tokens: {self.engine.kv_tokens} is less than model.context ({self.model.context})",
         )

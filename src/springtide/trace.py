@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -327,10 +327,6 @@ class Group:
             raise ValueError(f"{path} does not hold a group")
         return group
 
-    def without_text(self) -> Group:
-        """The same group as the trainer needs it: tokens and outcomes only."""
-        return replace(self, trajectories=tuple(replace(t, messages=()) for t in self.trajectories))
-
 
 def atomic_write(path: Path, data: bytes) -> None:
     """Write `data` to `path` so that a reader sees the old file or the whole new one, also after a crash."""
@@ -341,5 +337,10 @@ def atomic_write(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
     finally:
         temporary.unlink(missing_ok=True)

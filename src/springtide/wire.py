@@ -241,8 +241,8 @@ class Client:
             raise ConnectionLost(f"{self.name} is gone ({method})")
         number = next(self._numbers)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._pending[number] = future
         data = pack((_CALL, number, method, payload))
+        self._pending[number] = future
         try:
             self._writer.write(struct.pack("<I", len(data)) + data)
             async with asyncio.timeout(deadline_s):

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Check an environment (or a model) before it costs a run.", no_args_is_help=True)
+app = typer.Typer(help="Check an environment before it costs a run.", no_args_is_help=True)
 
 
 @app.callback()

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from springtide.cli.train import Json
+from springtide.observe.sinks import plain
 from springtide.trace import atomic_write
 
 
@@ -45,7 +46,8 @@ def command(
         model=model,
     )
     figures = {name: asdict(r) for name, r in result.suites.items()}
-    text = json.dumps({"target": target, "split": split, "level": level, "temperature": temperature, "suites": figures})
+    said = {"target": target, "split": split, "level": level, "temperature": temperature, "suites": figures}
+    text = json.dumps(plain(said))
     if out is not None:
         atomic_write(out, (text + "\n").encode())
     if json_:

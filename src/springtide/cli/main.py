@@ -1,7 +1,7 @@
 """The command line: one typer application, one file a command.
 
 Owns: how faults reach the person who typed. Invariants: bad input is one line on stderr and exit 2; a run that cannot
-go on is one line and exit 1; Ctrl-C leaves no process behind and says how to go on.
+go on is one line and exit 1; Ctrl-C leaves no process behind (exit 130).
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import typer
 from springtide.cli import doctor, evaluate, export, quickstart, train, view
 from springtide.config import ConfigError
 
-_INTERRUPTED = 130  # typer's exit for Ctrl-C
-
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -28,16 +26,12 @@ app.command("train")(train.command)
 app.command("eval")(evaluate.command)
 app.command("view")(view.command)
 app.command("export")(export.command)
-app.add_typer(doctor.app, name="doctor", help="Check an environment, a model or a cluster before you rely on it.")
+app.add_typer(doctor.app, name="doctor", help="Check an environment before you rely on it.")
 
 
 def main() -> None:
     try:
         app()
-    except SystemExit as end:
-        if end.code == _INTERRUPTED:
-            print("stopped; continue a run with the same command and --resume", file=sys.stderr)
-        raise
     except Exception as error:
         bad_input, broken = _kinds()
         if isinstance(error, bad_input):
@@ -65,17 +59,18 @@ def _no_room(error: Exception) -> bool:
 def _kinds() -> tuple[tuple[type[Exception], ...], tuple[type[Exception], ...]]:
     """The exceptions that are the user's to mend, and those that end a run; imported only when one is there."""
     from springtide.chat.template import ChatError
+    from springtide.env.session import EnvironmentUnavailable
     from springtide.env.suite import SuiteError
     from springtide.models.presets import ModelNotFound
     from springtide.process import ProcessFailed
     from springtide.rollout.feeder import BrokenRun
     from springtide.trainer.checkpoint import CheckpointError
     from springtide.trainer.ledger import LedgerError
-    from springtide.wire import DeadlineExceeded, RemoteError
+    from springtide.wire import ConnectionLost, DeadlineExceeded, RemoteError
 
     return (
         (ConfigError, SuiteError, ChatError, ModelNotFound, LedgerError, CheckpointError),
-        (BrokenRun, ProcessFailed, DeadlineExceeded, RemoteError),
+        (BrokenRun, ProcessFailed, EnvironmentUnavailable, ConnectionLost, DeadlineExceeded, RemoteError),
     )
 
 

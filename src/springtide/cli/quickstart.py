@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from springtide.cli.train import Json, Set, show
+from springtide.cli.train import Json, Set, run
 from springtide.config import load_config
 
 
@@ -19,9 +19,7 @@ def command(
     json_: Json = False,
 ) -> None:
     """Train springtide-nano on db, kg and household together; about twelve minutes on two cores."""
-    from springtide.api import train
-
     preset = Path(str(files("springtide.cli") / "quickstart.toml"))
     name = time.strftime("quickstart-%Y%m%d-%H%M%S")
     config = load_config(preset, (f"run.name={name}", f"run.seed={seed}", *(set_ or ())))
-    show(train(config), config.run_dir, as_json=json_)
+    run(config, as_json=json_)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from springtide.config import load_config
+from springtide.config import Config, load_config
 from springtide.observe.metrics import Summary
 
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change one key, as trainer.lr=1e-4")]
@@ -27,14 +28,24 @@ def command(
     """Train as CONFIG says."""
     checked = load_config(config, tuple(set_ or ()))
     if dry_run:
-        from springtide.trainer.driver import check_run
+        from springtide.trainer.start import check_run
 
         check_run(checked)
         print(checked.to_toml(), end="")
         return
+    run(checked, resume=resume, as_json=json_)
+
+
+def run(config: Config, *, resume: bool = False, as_json: bool = False) -> None:
+    """Train and print the summary; Ctrl-C says how to go on."""
     from springtide.api import train
 
-    show(train(checked, resume=resume), checked.run_dir, as_json=json_)
+    try:
+        show(train(config, resume=resume), config.run_dir, as_json=as_json)
+    except KeyboardInterrupt:
+        if (config.run_dir / "config.toml").exists():
+            print(f"stopped; go on with: springtide train {config.run_dir}/config.toml --resume", file=sys.stderr)
+        raise
 
 
 def show(summary: Summary, run_dir: Path, *, as_json: bool) -> None:

@@ -28,8 +28,18 @@ def resolve_model(name: str) -> Path:
 
 def vocab_size(directory: Path) -> int:
     """Rows of the model's embedding, as its configuration says. Raises: ModelNotFound."""
-    config = json.loads((directory / "config.json").read_text())
-    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-    if not isinstance(size, int):
+    size = _setting(directory, "vocab_size")
+    if size is None:
         raise ModelNotFound(f"{directory}/config.json has no vocab_size")
     return size
+
+
+def max_positions(directory: Path) -> int | None:
+    """Tokens the model can attend over, as its configuration says; None where it does not."""
+    return _setting(directory, "max_position_embeddings")
+
+
+def _setting(directory: Path, name: str) -> int | None:
+    config = json.loads((directory / "config.json").read_text())
+    value = config.get(name, config.get("text_config", {}).get(name))
+    return value if isinstance(value, int) else None

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import math
 import statistics
+import subprocess
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -104,6 +105,10 @@ class Metrics:
         self._write({"kind": "note", "step": step, "text": text})
         self._display.note(text)
 
+    def begin(self, engines: Sequence[EngineStats]) -> None:
+        """The loop begins: what engines did before it is not its first step's, but for tokens, which all count."""
+        self._last_engine = replace(_total(engines), generated_tokens=self._last_engine.generated_tokens)
+
     def resumed(self, step: int, elapsed: float, incarnation: int) -> None:
         self._last_t = elapsed
         self._write({"kind": "resume", "step": step, "incarnation": incarnation})
@@ -123,8 +128,8 @@ class Metrics:
     ) -> None:
         """One optimiser step: `summaries` are the trained groups', `counts` all episodes that ended since the last."""
         step_s = max(1e-9, elapsed - self._last_t)
-        stale = [step - 1 - version_step(b) for s in summaries for b in s["births"] if b is not None]
-        lags = [step - 1 - drawn for s in summaries for drawn in s["stale_steps"]]
+        stale = [max(0, step - 1 - version_step(b)) for s in summaries for b in s["births"] if b is not None]
+        lags = [max(0, step - 1 - drawn) for s in summaries for drawn in s["stale_steps"]]
         engine = _total(engines)
         delta = _difference(engine, self._last_engine)
         success = {suite: _mean(values) for suite, values in sorted(counts.success.items())}
@@ -358,3 +363,18 @@ def _mean(values: Sequence[float]) -> float:
 def _quantile(values: Sequence[float], q: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
+
+
+def commit() -> str:
+    """The source's commit, "-dirty" appended where it differs; empty outside a checkout."""
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=Path(__file__).parent,
+            text=True,
+            capture_output=True,
+            timeout=10,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

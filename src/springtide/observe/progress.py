@@ -8,6 +8,7 @@ Called by: `observe.metrics`.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from springtide.config import Config
 from springtide.observe.metrics import Display
 
 _BARS = "▁▂▃▄▅▆▇█"
+_REDRAW_S, _SAY_S = 0.5, 10.0  # what is waited for: redrawn at most, said in a line at most, this often
 _RECENT = 48  # steps of the sparkline
 
 
@@ -45,9 +47,16 @@ class Lines(Quiet):
     def __init__(self, console: Console, steps: int) -> None:
         super().__init__(console)
         self._steps = steps
+        self._said = time.monotonic()
+
+    def waiting(self, reason: str, admission: str) -> None:
+        if time.monotonic() - self._said > _SAY_S:
+            self._said = time.monotonic()
+            self._console.print(f"waiting for: {_blocked(reason, admission)}", markup=False, soft_wrap=True)
 
     def step(self, record: dict[str, Any]) -> None:
         suites = " ".join(f"{k} {v:.0%}" for k, v in record["success"].items() if k != "mean")
+        self._said = time.monotonic()
         success = _share(record["success"]["mean"])
         self._console.print(
             f"step {record['step']}/{self._steps} {record['t'] / 60:.1f} min  success {success} ({suites})  "
@@ -72,7 +81,8 @@ class Board(Quiet):
         self._evaluations: list[str] = []
         self._notes: list[str] = []
         self._record: dict[str, Any] | None = None
-        self._waiting = "starting"
+        self._waiting = "the first groups"
+        self._drawn = 0.0
 
     def step(self, record: dict[str, Any]) -> None:
         self._record = record
@@ -85,13 +95,16 @@ class Board(Quiet):
         self._draw()
 
     def waiting(self, reason: str, admission: str) -> None:
-        self._waiting = reason if admission == "nothing" else f"{reason}; admission: {admission}"
+        self._waiting = _blocked(reason, admission)
+        if time.monotonic() - self._drawn > _REDRAW_S:
+            self._draw()
 
     def note(self, text: str) -> None:
         self._notes.append(text)
         self._draw()
 
     def _draw(self) -> None:
+        self._drawn = time.monotonic()
         parts: list[Any] = [Text(line) for line in self._evaluations]
         record = self._record
         if record is not None:
@@ -137,6 +150,10 @@ def _evaluation_line(record: dict[str, Any]) -> str:
         f"{suite} {r['success']:.1%} [{r['low']:.1%}, {r['high']:.1%}]" for suite, r in record["suites"].items()
     )
     return f"evaluation ({record['label']}): success {record['success']:.1%}{greedy}: {suites}"
+
+
+def _blocked(reason: str, admission: str) -> str:
+    return reason if admission == "nothing" else f"{reason}; admission: {admission}"
 
 
 def _share(value: float | None) -> str:

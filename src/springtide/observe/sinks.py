@@ -8,6 +8,7 @@ Called by: `observe.metrics`.
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -40,7 +41,7 @@ class JsonLines:
         self._file = append_lines(path)
 
     def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record, default=float) + "\n")
+        self._file.write(json.dumps(plain(record), default=float) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -106,6 +107,15 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             kept = [r for r in kept if r["step"] <= record["step"] and r.get("label") != "end"]
         kept.append(record)
     return kept
+
+
+def plain(value: Any) -> Any:
+    """The same tree with null where a number is not finite: JSON has no other word for it."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def flatten(record: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:

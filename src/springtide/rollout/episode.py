@@ -104,9 +104,9 @@ async def play(spec: EpisodeSpec, env: EnvClient, engine: Engine, chat: Chat) ->
     except EnvironmentUnavailable as error:
         return _failed(spec, error)
     finally:
-        await session.close()
         if spec.purpose != "gold":
-            await _release(engine, spec.key)
+            await _release(engine, spec.key)  # first: a cancelled turn must not decode on while its environment closes
+        await session.close()
 
 
 async def _play(spec: EpisodeSpec, session: Session, engine: Engine, chat: Chat) -> Trajectory:
@@ -150,6 +150,8 @@ async def _play(spec: EpisodeSpec, session: Session, engine: Engine, chat: Chat)
             except (EngineError, ConnectionLost, DeadlineExceeded) as error:
                 lost = isinstance(error, ConnectionLost)
                 raise EnvironmentUnavailable("infrastructure", f"engine{' lost' if lost else ''}: {error}") from error
+            if spec.purpose == "eval" and spec.version not in (None, generation.version):
+                raise EnvironmentUnavailable("infrastructure", f"the engine no longer holds version {spec.version}")
             if generation.version != spec.stale_version:
                 policy = "current"  # also a stale turn whose version was refreshed away meanwhile: the newest drew it
         message = conversation.assistant(generation.ids, generation.finish, generation.logprobs, generation.version)

@@ -176,8 +176,11 @@ class Feeder:
                 break  # asked again now, it would only repeat itself
         if admitted and self._config.schedule.policy == "synchronous":
             worker = await self._pool.acquire()
-            await worker.call("expect", deadline_s=10, episodes=len(admitted) * self._config.rollout.group.n)
+            with contextlib.suppress(ConnectionLost):  # its successor expects nothing, so nothing waits for it
+                await worker.call("expect", deadline_s=10, episodes=len(admitted) * self._config.rollout.group.n)
         for visit, task in admitted:
+            if visit not in self._state.groups:
+                continue  # the run ended meanwhile
             self._groups[visit] = tasks.create_task(self._group(visit, task), name=f"group {visit}")
 
     def _draw(self, suite: str) -> tuple[int, TaskRef]:
@@ -192,7 +195,7 @@ class Feeder:
 
     def _resume(self, tasks: asyncio.TaskGroup) -> None:
         for row in self._ledger.visits("ready", "open"):
-            self.apply(Admitted(time.time(), row.visit, row.task.suite, min(version_step(row.birth), self._state.step)))
+            self.apply(Admitted(time.time(), row.visit, row.task.suite, version_step(row.birth)))
             if row.state == "ready":
                 assert row.summary is not None
                 self.summaries[row.visit] = row.summary

@@ -25,8 +25,6 @@ from springtide.rollout.episode import EpisodeSpec, EpisodeSummary, play, summar
 from springtide.trace import Group, Trajectory
 from springtide.wire import Client, Peer, serve
 
-_SAMPLE_S = 0.05  # how often the loop's lag is sampled
-
 
 class Worker:
     """Plays episodes over one environment client and one or more engines."""
@@ -36,7 +34,6 @@ class Worker:
         self._lockstep = Lockstep(engines[0]) if lockstep else None
         self._finished: dict[tuple[str, int], dict[int, Trajectory]] = {}
         self._playing: dict[tuple[str, int], dict[asyncio.Task[Any], _Counted]] = {}
-        self._lags: list[float] = []
 
     async def episode(self, spec: EpisodeSpec) -> EpisodeSummary:
         started = time.monotonic()
@@ -59,11 +56,12 @@ class Worker:
             self._finished.setdefault((spec.purpose, spec.visit), {})[spec.member] = trajectory
         return summarise(trajectory, time.monotonic() - started, generated=counted.tokens)
 
-    def seal(self, purpose: str, visit: int, path: Path) -> int:
-        """Write the visit's members as one group file; returns its size in bytes."""
-        members = self._finished.pop((purpose, visit))
+    async def seal(self, purpose: str, visit: int, path: Path) -> int:
+        """Write the visit's members as one group file, its size in bytes. The disk holds up no other episode."""
+        members = self._finished[purpose, visit]
         trajectories = tuple(members[m] for m in sorted(members))
-        Group(trajectories[0].task, visit, trajectories).save(path)
+        await asyncio.to_thread(Group(trajectories[0].task, visit, trajectories).save, path)
+        self._finished.pop((purpose, visit), None)
         return path.stat().st_size
 
     def forget(self, purpose: str, visit: int, member: int) -> None:
@@ -84,18 +82,6 @@ class Worker:
     def expect(self, episodes: int) -> None:
         if self._lockstep is not None:
             self._lockstep.expect(episodes)
-
-    async def watch_loop(self) -> None:
-        """Sample how late this process's event loop wakes: tools and parsing must never hold it."""
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(_SAMPLE_S)
-            self._lags.append(max(0.0, time.monotonic() - before - _SAMPLE_S))
-            del self._lags[:-1200]
-
-    def stats(self) -> dict[str, float]:
-        lags = np.array(self._lags or [0.0])
-        return {"lag_p99_s": float(np.quantile(lags, 0.99)), "held": float(sum(map(len, self._finished.values())))}
 
 
 class EngineLink:
@@ -131,7 +117,7 @@ class Lockstep:
         self._expected = 0  # announced episodes that have not yet started
         self._live = 0
         self._waiting: dict[str, tuple[asyncio.Future[Generation], dict[str, Any]]] = {}
-        self._running: asyncio.Task[None] | None = None
+        self._running: set[asyncio.Task[None]] = set()
 
     def expect(self, episodes: int) -> None:
         self._expected += episodes
@@ -159,7 +145,9 @@ class Lockstep:
     def _fire_if_complete(self) -> None:
         if self._expected == 0 and self._waiting and len(self._waiting) >= self._live:
             batch, self._waiting = self._waiting, {}
-            self._running = asyncio.create_task(self._fire([batch[key] for key in sorted(batch)]))
+            task = asyncio.create_task(self._fire([batch[key] for key in sorted(batch)]))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
 
     async def _fire(self, batch: list[tuple[asyncio.Future[Generation], dict[str, Any]]]) -> None:
         try:
@@ -244,20 +232,14 @@ async def main(socket_path: str, args: dict[str, Any]) -> None:
                 case "episode":
                     return await worker.episode(payload["spec"])
                 case "seal":
-                    return worker.seal(payload["purpose"], payload["visit"], Path(payload["path"]))
+                    return await worker.seal(payload["purpose"], payload["visit"], Path(payload["path"]))
                 case "forget":
                     return worker.forget(payload["purpose"], payload["visit"], payload["member"])
                 case "discard":
                     return worker.discard(payload["purpose"], payload["visit"], payload["known"])
                 case "expect":
                     return worker.expect(payload["episodes"])
-                case "stats":
-                    return worker.stats()
             raise ValueError(f"a rollout worker has no method {method!r}")
 
-        watcher = asyncio.create_task(worker.watch_loop())
-        try:
-            async with serve(socket_path, handle):
-                await asyncio.Event().wait()
-        finally:
-            watcher.cancel()
+        async with serve(socket_path, handle):
+            await asyncio.Event().wait()

@@ -89,10 +89,10 @@ class Runtime:
         return [os.getpid()]  # all others are its children
 
     async def prepare_engine(self, engine: Rank) -> None:
-        """Give a (re)started engine every version that is in use, the newest last."""
+        """Give a (re)started engine every version that is in use, the newest first: turns wait for nothing else."""
         current = self.versions.get("current")
         kept = sorted({v for holder, v in self.versions.items() if holder != "current"})
-        for version in (*(v for v in kept if v != current), *((current,) if current is not None else ())):
+        for version in (*((current,) if current is not None else ()), *(v for v in kept if v != current)):
             await engine.call("load", version=version, deadline_s=_LOAD_S)
         for version in kept:
             await engine.call("pin", version=version, deadline_s=_LOAD_S)

@@ -109,10 +109,10 @@ class Wait:
     reason: str
 
 
-def choose_batch(state: Readiness, bounds: Bounds, *, min_groups: int | None = None) -> Batch | Wait:
+def choose_batch(state: Readiness, bounds: Bounds) -> Batch | Wait:
     """The groups of the next step: every one that would be too old a step later, then the oldest ready ones.
 
-    A batch has at least `min_groups` (default `bounds.groups`) groups, and more only when more are at the bound.
+    A batch has at least `bounds.groups` groups, and more only when more are at the bound.
     """
     at_bound = [g for g in state.groups.values() if state.staleness(g) >= bounds.bound]
     late = [g for g in at_bound if g.state == "in_flight"]
@@ -121,9 +121,8 @@ def choose_batch(state: Readiness, bounds: Bounds, *, min_groups: int | None = N
         return Wait("stale_group", f"{len(late)} groups at staleness bound {bounds.bound} still play (visits {visits})")
     ready = state.ready()
     must = {g.visit for g in at_bound if g.state == "ready"} if bounds.bound > 0 else set()
-    want = bounds.groups if min_groups is None else min_groups
-    if len(ready) < want:
-        return Wait("groups", f"{len(ready)} of {want} groups ready, {len(state.in_flight())} in flight")
+    if len(ready) < bounds.groups:
+        return Wait("groups", f"{len(ready)} of {bounds.groups} groups ready, {len(state.in_flight())} in flight")
     chosen: list[GroupState] = [g for g in ready if g.visit in must]
     for group in ready:
         if len(chosen) >= bounds.groups:

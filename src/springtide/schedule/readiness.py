@@ -69,7 +69,7 @@ class StepEnded:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """An evaluation began or ended (it is first in the engines' order meanwhile)."""
+    """An evaluation began or ended."""
 
     t: float
     running: bool

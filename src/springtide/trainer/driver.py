@@ -3,45 +3,38 @@
 Owns: the run's state between steps (versions, running statistics, what is ready) and every step of the loop as one
 method. Invariants: a step is recorded as trained only after the trainer took it; weights are in use only after every
 engine verified their fingerprint; every wait has a deadline and says which predicate holds it.
-Called by: `trainer.loop`, inside `open_run`.
+Called by: `trainer.loop`, inside `trainer.start.open_run`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
-import subprocess
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from springtide.algorithms.advantages import GroupRewards, Member, RunningMoments, advantages, consumed
-from springtide.chat import check_vocab, load_chat
-from springtide.config import Config, ConfigError
-from springtide.env.registry import load_suite
-from springtide.models.presets import resolve_model, vocab_size
-from springtide.observe.metrics import Metrics, Summary, summarise
-from springtide.observe.progress import make_display
-from springtide.observe.sinks import append_lines, open_sinks
+from springtide.config import Config
+from springtide.observe.metrics import Metrics, Summary, commit, summarise
+from springtide.observe.sinks import read_records
 from springtide.process import root_cause
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
 from springtide.rollout.evaluate import EvalResult, eval_tasks, evaluate
 from springtide.rollout.feeder import BrokenRun, Feeder, Versions
 from springtide.rollout.pool import play_once
-from springtide.runtime.local import Runtime, open_runtime
+from springtide.runtime.local import Runtime
 from springtide.schedule.policies import Bounds, Wait, choose_batch, make_policy
 from springtide.schedule.readiness import Began, Evaluation, Readiness, StepEnded, StepStarted, event_to_json
 from springtide.schedule.sampling import UniformSampler
 from springtide.trace import TaskRef, make_version
-from springtide.trainer.checkpoint import CheckpointError, verify
 from springtide.trainer.ledger import Ledger
-from springtide.trainer.rundir import RunDirectory, prepare
-from springtide.wire import RemoteError
+from springtide.trainer.rundir import RunDirectory
+from springtide.wire import ConnectionLost, RemoteError
 
 _STEP_S = 3600.0  # deadline of one optimiser step, a publication, a checkpoint
 _EVAL_EPISODES = 256  # evaluation episodes at once
@@ -129,7 +122,6 @@ class Driver:
         )
         self._feeder.apply(Began(time.time(), self.step, self._state.mixture, dict(self._state.consumed)))
         self._synchronous = config.schedule.policy == "synchronous"
-        self._evaluations = 0
         self._pending_eval: asyncio.Task[None] | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._saved_step = self.step if checkpoint else -1
@@ -172,18 +164,17 @@ class Driver:
     async def feeding(self) -> AsyncIterator[None]:
         """Draw and play beside the block; at its end every pending group ends as `run_ended`."""
         self._clock.start()
+        self.metrics.begin(await self._runtime.engine_stats())
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 self._feeder.hold(False)
                 feeder = tasks.create_task(self._feeder.run(), name="feeder")
-                watcher = tasks.create_task(self.metrics.watch_loop(), name="loop lag")
                 yield
                 await self._join_evaluation()
                 self._feeder.hold(True)
                 await self._feeder.end("run_ended")
                 feeder.cancel()
-                watcher.cancel()
         except BaseExceptionGroup as group:
             raise root_cause(group) from None
         finally:
@@ -289,8 +280,9 @@ class Driver:
             await self.checkpoint()
 
     async def evaluate(self, label: str) -> None:
-        """Evaluate the current weights and wait for the result ("start", "end", or a step's)."""
-        if self.config.eval.at_ends or label not in ("start", "end"):
+        """Evaluate the current weights at the run's "start" or "end", once, and wait for the result."""
+        done = any(r["kind"] == "eval" and r["label"] == label for r in read_records(self.directory.metrics))
+        if self.config.eval.at_ends and not done:  # a run killed in its evaluation at the start makes it up
             with self._clock.measure("evaluate"):
                 await self._evaluate(label, self._versions.current, self.step)
 
@@ -343,15 +335,15 @@ class Driver:
     async def _evaluate_at(
         self, tasks: dict[str, list[TaskRef]], version: int, temperature: float, samples: int, label: str
     ) -> EvalResult:
-        base = self._evaluations * 1_000_000
-        self._evaluations += 1
         total = sum(map(len, tasks.values())) * samples
         if self._synchronous:
-            await (await self._runtime.pool.acquire()).call("expect", deadline_s=10, episodes=total)
+            worker = await self._runtime.pool.acquire()
+            with contextlib.suppress(ConnectionLost):
+                await worker.call("expect", deadline_s=10, episodes=total)
         shown: Counter[str] = Counter()
 
         def spec(task: TaskRef, visit: int, member: int, retry: int) -> EpisodeSpec:
-            return self._spec(task, base + visit, member, retry, "eval", temperature, version)
+            return self._spec(task, visit, member, retry, "eval", temperature, version)
 
         async def play(spec: EpisodeSpec) -> EpisodeSummary:
             shown[spec.task.suite] += spec.member == 0
@@ -468,98 +460,3 @@ async def _bounded(limit: int, work: list[Any]) -> None:
                 tasks.create_task(one(item))
     except BaseExceptionGroup as group:
         raise root_cause(group) from None
-
-
-@contextlib.asynccontextmanager
-async def open_run(config: Config, *, resume: bool = False) -> AsyncIterator[Driver]:
-    """Check everything that can be checked cheaply, start the run's processes, and hand out its driver.
-
-    Raises: ConfigError (before anything heavy), ProcessFailed, LedgerError.
-    """
-    model_dir = check_run(config)
-    directory, lock = prepare(config, resume=resume)
-    async with contextlib.AsyncExitStack() as stack:
-        stack.callback(lock.close)
-        events = stack.enter_context(append_lines(directory.events))
-        sinks = open_sinks(config, directory.path)
-        display = stack.enter_context(make_display(config))
-        ledger = Ledger(directory.ledger)
-        stack.callback(ledger.close)
-        checkpoint = newest_checkpoint(directory, display.note) if resume else None
-        runtime = await stack.enter_async_context(
-            open_runtime(config, directory.path, model_dir, checkpoint=checkpoint)
-        )
-        metrics = Metrics(sinks, display, runtime.pids)
-        stack.callback(metrics.close)
-        catalogs, evals, weights = {}, {}, {}
-        split = "train" if config.eval.dev else config.eval.split
-        for entry in config.suites:
-            tasks = await runtime.catalog.catalog(entry.use, entry.split, entry.level)
-            if not tasks:
-                raise ConfigError(f"suites: {entry.use} has no tasks in split {entry.split}, level {entry.level}")
-            name = tasks[0].suite
-            catalogs[name], weights[name] = tasks, entry.weight
-            if not ledger.same_as_before(f"tasks of {name}", _fingerprint(tasks)):
-                raise ConfigError(
-                    f"the {entry.split} tasks of suite {name} are not those the run began with, so --resume would skip "
-                    "or repeat some; start a new run, or use the suite's former version"
-                )
-            evals[name] = await runtime.catalog.catalog(entry.use, split, entry.level)
-            evaluates = config.eval.at_ends or config.eval.every > 0
-            if evaluates and not eval_tasks(evals[name], 1, dev=config.eval.dev):
-                kind = "dev tasks" if config.eval.dev else f"tasks in split {split}"
-                raise ConfigError(f"eval: suite {name} has no {kind} at level {entry.level} to evaluate on")
-        driver = Driver(config, directory, runtime, ledger, metrics, catalogs, evals, weights, checkpoint, events)
-        if not driver.fresh:
-            metrics.resumed(driver.step, driver.elapsed, driver.incarnation)
-        yield driver
-
-
-def check_run(config: Config) -> Path:
-    """All that can be checked without starting anything; the model's directory. Raises: ConfigError and its kin."""
-    model_dir = resolve_model(config.model.path)
-    check_vocab(load_chat(model_dir, config.model.tool_format), vocab_size(model_dir))
-    names: set[str] = set()
-    for entry in config.suites:
-        suite = load_suite(entry.use)
-        suite.select(entry.split, entry.level)
-        if suite.name in names:
-            raise ConfigError(f"suites: {entry.use} is called {suite.name}, as one before it is; rename one")
-        names.add(suite.name)
-    return model_dir
-
-
-def newest_checkpoint(directory: RunDirectory, note: Any) -> Path | None:
-    """The newest checkpoint whose files are whole; a damaged one is named and passed over. None: none was written yet.
-
-    Raises: CheckpointError if all are damaged.
-    """
-    saved = directory.saved()
-    for path in saved:
-        try:
-            verify(path)
-            return path
-        except CheckpointError as error:
-            note(str(error))
-    if saved:
-        raise CheckpointError(f"every checkpoint in {directory.checkpoints} is damaged; start a new run")
-    return None
-
-
-def _fingerprint(tasks: Sequence[TaskRef]) -> str:
-    return hashlib.sha256(json.dumps([(t.id, t.version, t.seed) for t in tasks]).encode()).hexdigest()
-
-
-def commit() -> str:
-    """The source's commit, "-dirty" appended where it differs; empty outside a checkout."""
-    try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=Path(__file__).parent,
-            text=True,
-            capture_output=True,
-            timeout=10,
-            check=True,
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""

@@ -19,7 +19,7 @@ async def train(run: Driver) -> Summary:
         await run.checkpoint()
     await run.open_frozen()
     await run.publish()
-    if run.fresh:
+    if run.step == 0:
         await run.evaluate("start")
     async with run.feeding():
         while not run.finished:

@@ -3,7 +3,7 @@
 Owns: the files of every kept version, their fingerprints, and which may go. Invariants: a version is visible only when
 whole (its directory is renamed into place); what a reader gets has the fingerprint of what was published; a tensor
 that the model ties is stored once; the newest versions and every pinned one are kept, the rest collected.
-Called by: trainer ranks (`publish`), engines (`load`), the driver (`pin`, `unpin`, `versions`).
+Called by: trainer ranks (`publish`), engines (`load`); the runtime pins through `weights.pins`.
 
     DIR/<version>/weights.safetensors   DIR/<version>/fingerprint.json   DIR/pins/<version>.<owner>
 """
@@ -107,14 +107,6 @@ class Fingerprint:
 
 def _short(p: TensorPrint) -> str:
     return f"{p.dtype}{list(p.shape)} sum {p.sum:.9g}"
-
-
-def default_directory(run_dir: Path, name: str) -> Path:
-    """Where a run's weights live unless configured: shared memory if there is any, else the run directory."""
-    shared = Path("/dev/shm")
-    if os.access(shared, os.W_OK):
-        return shared / f"springtide-{os.getuid()}" / name
-    return Path(run_dir) / "weights"
 
 
 class WeightStore:

@@ -209,7 +209,8 @@ class EngineCore:
 
     def add_version(self, version: int, decoder: Decoder) -> None:
         self.decoders[version] = decoder
-        self.newest = version
+        # Not the one loaded last: a restarted engine also loads the older versions that are pinned.
+        self.newest = max(self.newest, version)
         self._changed = True
 
     def remove_version(self, version: int) -> None:
@@ -218,7 +219,7 @@ class EngineCore:
         self.draining.discard(version)
         self.cache.drop_version(version)
         if version == self.newest:
-            self.newest = next(reversed(self.decoders), -1)
+            self.newest = max(self.decoders, default=-1)
 
     def turns_of(self, version: int) -> int:
         return sum(t.version == version for t in self._turns.values())

@@ -243,7 +243,7 @@ class LocalEngine:
                 await self._make_slot()
                 self.core.add_version(version, await asyncio.to_thread(self._read, version))
             else:
-                self.core.newest = version
+                self.core.newest = max(self.core.newest, version)
             self._wake.set()
 
     def _read(self, version: int) -> Decoder:

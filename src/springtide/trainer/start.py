@@ -1,0 +1,116 @@
+"""How a run comes up: what is checked before anything heavy starts, and the driver with all its processes.
+
+Called by: `springtide.api`, the command line, benchmarks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from springtide.chat import check_vocab, load_chat
+from springtide.config import Config, ConfigError
+from springtide.env.registry import load_suite
+from springtide.models.presets import max_positions, resolve_model, vocab_size
+from springtide.observe.metrics import Metrics
+from springtide.observe.progress import make_display
+from springtide.observe.sinks import append_lines, open_sinks
+from springtide.rollout.evaluate import eval_tasks
+from springtide.runtime.local import open_runtime
+from springtide.trace import TaskRef
+from springtide.trainer.checkpoint import CheckpointError, verify
+from springtide.trainer.driver import Driver
+from springtide.trainer.ledger import Ledger
+from springtide.trainer.rundir import RunDirectory, prepare
+
+
+@contextlib.asynccontextmanager
+async def open_run(config: Config, *, resume: bool = False) -> AsyncIterator[Driver]:
+    """Check everything that can be checked cheaply, start the run's processes, and hand out its driver.
+
+    Raises: ConfigError (before anything heavy), ProcessFailed, LedgerError.
+    """
+    model_dir = check_run(config)
+    directory, lock = prepare(config, resume=resume)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(lock.close)
+        events = stack.enter_context(append_lines(directory.events))
+        sinks = open_sinks(config, directory.path)
+        display = stack.enter_context(make_display(config))
+        ledger = Ledger(directory.ledger)
+        stack.callback(ledger.close)
+        checkpoint = newest_checkpoint(directory, display.note) if resume else None
+        runtime = await stack.enter_async_context(
+            open_runtime(config, directory.path, model_dir, checkpoint=checkpoint)
+        )
+        metrics = Metrics(sinks, display, runtime.pids)
+        stack.callback(metrics.close)
+        catalogs, evals, weights = {}, {}, {}
+        split = "train" if config.eval.dev else config.eval.split
+        for entry in config.suites:
+            tasks = await runtime.catalog.catalog(entry.use, entry.split, entry.level)
+            if not tasks:
+                raise ConfigError(f"suites: {entry.use} has no tasks in split {entry.split}, level {entry.level}")
+            name = tasks[0].suite
+            catalogs[name], weights[name] = tasks, entry.weight
+            if not ledger.same_as_before(f"tasks of {name}", _fingerprint(tasks)):
+                raise ConfigError(
+                    f"the {entry.split} tasks of suite {name} are not those the run began with, so --resume would skip "
+                    "or repeat some; start a new run, or use the suite's former version"
+                )
+            evals[name] = await runtime.catalog.catalog(entry.use, split, entry.level)
+            evaluates = config.eval.at_ends or config.eval.every > 0
+            if evaluates and not eval_tasks(evals[name], 1, dev=config.eval.dev):
+                kind = "dev tasks" if config.eval.dev else f"tasks in split {split}"
+                raise ConfigError(f"eval: suite {name} has no {kind} at level {entry.level} to evaluate on")
+        driver = Driver(config, directory, runtime, ledger, metrics, catalogs, evals, weights, checkpoint, events)
+        if not driver.fresh:
+            metrics.resumed(driver.step, driver.elapsed, driver.incarnation)
+        watcher = asyncio.create_task(metrics.watch_loop(), name="loop lag and memory")
+        try:
+            yield driver
+        finally:
+            watcher.cancel()
+
+
+def check_run(config: Config) -> Path:
+    """All that can be checked without starting anything; the model's directory. Raises: ConfigError and its kin."""
+    model_dir = resolve_model(config.model.path)
+    check_vocab(load_chat(model_dir, config.model.tool_format), vocab_size(model_dir))
+    limit = max_positions(model_dir)
+    if limit is not None and config.model.context > limit:
+        raise ConfigError(f"model.context: {config.model.context} is more than the model's {limit} positions")
+    names: set[str] = set()
+    for entry in config.suites:
+        suite = load_suite(entry.use)
+        suite.select(entry.split, entry.level)
+        if suite.name in names:
+            raise ConfigError(f"suites: {entry.use} is called {suite.name}, as one before it is; rename one")
+        names.add(suite.name)
+    return model_dir
+
+
+def newest_checkpoint(directory: RunDirectory, note: Any) -> Path | None:
+    """The newest checkpoint whose files are whole; a damaged one is named and passed over. None: none was written yet.
+
+    Raises: CheckpointError if all are damaged.
+    """
+    saved = directory.saved()
+    for path in saved:
+        try:
+            verify(path)
+            return path
+        except CheckpointError as error:
+            note(str(error))
+    if saved:
+        raise CheckpointError(f"every checkpoint in {directory.checkpoints} is damaged; start a new run")
+    return None
+
+
+def _fingerprint(tasks: Sequence[TaskRef]) -> str:
+    return hashlib.sha256(json.dumps([(t.id, t.version, t.seed) for t in tasks]).encode()).hexdigest()
