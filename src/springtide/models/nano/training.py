@@ -30,23 +30,24 @@ from springtide.trace import atomic_write
 
 @dataclass(frozen=True)
 class Recipe:
-    """How nano is trained. `steps` is the whole schedule; the learning rates fall to zero over its last `decay`.
+    """How nano is trained; the defaults are what made the shipped weights.
 
-    `db_share` and `kg_share` of the dialogues are those suites', the rest is household's: kg is learned several times
-    faster than the others, and all three should start RL at a like level. `gold_share` of each are gold, not drills.
+    `steps` is the whole schedule; the learning rates fall to zero over its last `decay`. `db_share` and `kg_share` of
+    the dialogues are those suites', the rest is household's: kg is learned several times faster than the others.
+    `gold_share` of each are gold, the rest drills.
     """
 
     seed: int = 0
-    steps: int = 3000
+    steps: int = 400
     batch: int = 32
     micro_batch: int = 16
-    db_share: float = 0.48
-    kg_share: float = 0.08
-    gold_share: float = 0.15
+    db_share: float = 0.6
+    kg_share: float = 0.1
+    gold_share: float = 0.4
     muon_lr: float = 0.01
     adam_lr: float = 0.003
     warmup: int = 20
-    decay: float = 0.3
+    decay: float = 0.4
     clip: float = 1.0
 
 
