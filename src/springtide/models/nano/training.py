@@ -38,16 +38,16 @@ class Recipe:
     """
 
     seed: int = 0
-    steps: int = 400
+    steps: int = 450
     batch: int = 32
     micro_batch: int = 16
-    db_share: float = 0.6
-    kg_share: float = 0.1
-    gold_share: float = 0.4
+    db_share: float = 0.48
+    kg_share: float = 0.08
+    gold_share: float = 0.15
     muon_lr: float = 0.01
     adam_lr: float = 0.003
     warmup: int = 20
-    decay: float = 0.4
+    decay: float = 0.0
     clip: float = 1.0
 
 
