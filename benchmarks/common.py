@@ -479,13 +479,30 @@ def render(results: Path | None = None, cells: Path | None = None) -> str:
     kept = [json.loads(p.read_text()) for p in sorted((cells or CELLS).glob("*.json"))]
     if kept:
         lines += ["", "## Cells", "", "What the tables are made from, one file each in `cells/`.", ""]
-        lines += ["| cell | key | commit | minutes | other work, cores |", "|---|---|---|---|---|"]
+        lines += [
+            "| cell | key | commit | minutes | other work, cores | success, start to end |",
+            "|---|---|---|---|---|---|",
+        ]
         lines += [
             f"| {c['name']} | {c['key']} | {c['commit'] or '-'} | {c['seconds'] / 60:.1f} "
-            f"| {c['load']['other_cores']:.2f} |"
+            f"| {c['load']['other_cores']:.2f} | {_learned(c['result'])} |"
             for c in kept
         ]
     return "\n".join(lines) + "\n"
+
+
+def _learned(result: Json) -> str:
+    """What a cell of a training says, if it is one: sampled success by suite, and both means."""
+    if not {"start", "end"} <= result.keys():
+        return "-"
+    start, end = result["start"], result["end"]
+
+    def mean(suites: Json, key: str) -> float:
+        return sum(s[key] for s in suites.values()) / len(suites)
+
+    means = "; ".join(f"{key} {mean(start, key):.1%} to {mean(end, key):.1%}" for key in ("sampled", "greedy"))
+    by_suite = ", ".join(f"{s} {start[s]['sampled']:.0%} to {end[s]['sampled']:.0%}" for s in sorted(start))
+    return f"{means} ({by_suite})"
 
 
 def _circumstances(result: Json) -> str:
