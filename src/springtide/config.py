@@ -25,11 +25,11 @@ class ConfigError(Exception):
 
 
 class Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Run(Table):
-    name: str = Field("run", pattern=r"^[\w.\-]+$", description="the run directory's name")
+    name: str = Field("run", pattern=r"^\w[\w.\-]*$", description="the run directory's name")
     dir: str = Field("runs", description="where run directories are made")
     seed: int = Field(0, ge=0, description="of tasks, tokens and everything else that is random")
     steps: Positive = Field(100, description="optimiser steps")

@@ -11,6 +11,7 @@ import typer
 
 from springtide.cli.train import Json
 from springtide.observe.sinks import plain
+from springtide.rollout.feeder import BrokenRun
 from springtide.trace import atomic_write
 
 
@@ -50,6 +51,8 @@ def command(
     text = json.dumps(plain(said))
     if out is not None:
         atomic_write(out, (text + "\n").encode())
+    if not any(r.episodes for r in result.suites.values()):
+        raise BrokenRun(f"every episode failed in its environment; try: springtide doctor env {suite}")
     if json_:
         print(text)
         return

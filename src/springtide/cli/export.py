@@ -28,8 +28,11 @@ def command(
         raise ConfigError(f"{target} exists; name a new directory")
     verify(checkpoint)
     ours = {MANIFEST, "optimizer.pt", "state.json", "extra.json"}
-    with new_directory(target) as scratch:
-        for file in checkpoint.iterdir():
-            if file.name not in ours:
-                shutil.copyfile(file, scratch / file.name)
+    try:
+        with new_directory(target) as scratch:
+            for file in checkpoint.iterdir():
+                if file.name not in ours:
+                    shutil.copyfile(file, scratch / file.name)
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror or error}") from None
     print(f"{checkpoint} -> {target}")

@@ -50,7 +50,7 @@ def _load_file(path: Path, name: str) -> Any:
     sys.modules[module_name] = module  # dataclasses and type hints of the file look their module up here
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a file that exits on import must not end the checker as if all were well
         del sys.modules[module_name]
         raise SuiteError(f"suite {name}: {path.name} fails on import: {type(error).__name__}: {error}") from error
     return module

@@ -40,6 +40,9 @@ def max_positions(directory: Path) -> int | None:
 
 
 def _setting(directory: Path, name: str) -> int | None:
-    config = json.loads((directory / "config.json").read_text())
-    value = config.get(name, config.get("text_config", {}).get(name))
+    try:
+        config = json.loads((directory / "config.json").read_text())
+        value = config.get(name, config.get("text_config", {}).get(name))
+    except (ValueError, AttributeError) as error:
+        raise ModelNotFound(f"{directory}/config.json is not a model's configuration: {error}") from None
     return value if isinstance(value, int) else None

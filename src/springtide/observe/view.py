@@ -109,7 +109,7 @@ def _list(run_dir: Path, query: dict[str, list[str]], live_s: float) -> str:
     rows = {row.path: row for row in ([] if isinstance(run.ledger, str) else run.ledger[1])}
     groups = sorted((n for n in names if n[0].isdigit()), reverse=True)
     ordered = [n for n in names if n.startswith("eval-")] + groups + [n for n in names if n.startswith("gold-")]
-    start = max(0, int(query["from"][0])) if query.get("from", [""])[0].isdigit() else 0
+    start = max(0, int(query["from"][0])) if query.get("from", [""])[0].isdecimal() else 0
     shown = ordered[start : start + _PAGE]
     table = tag("table", tag("tr", [tag("th", h) for h in ("file", "task", "step", "rewards")]),
                 [_row(name, rows.get(name)) for name in shown])  # fmt: skip

@@ -70,21 +70,27 @@ def prepare(config: Config, *, resume: bool) -> tuple[RunDirectory, IO[str]]:
     """Create or reopen the run's directory and lock it; keep the returned file open. Raises: ConfigError."""
     directory = RunDirectory(config.run_dir)
     exists = directory.config.exists()
-    if exists and not resume:
+    if exists and not resume and directory.saved():
         raise ConfigError(f"{directory.path} holds a run; choose another run.name, or continue it with --resume")
     if resume and not exists:
         raise ConfigError(f"{directory.path} holds no run to resume; start it without --resume")
-    for path in (directory.trajectories, directory.checkpoints, directory.logs):
-        path.mkdir(parents=True, exist_ok=True)
-    lock = open(directory.path / ".lock", "w")  # noqa: SIM115 - held as long as the run
+    try:
+        for path in (directory.trajectories, directory.checkpoints, directory.logs):
+            path.mkdir(parents=True, exist_ok=True)
+        lock = open(directory.path / ".lock", "w")  # noqa: SIM115 - held as long as the run
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot write {directory.path}: {error.strerror or error}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.close()
         raise ConfigError(f"{directory.path} is in use by another springtide process") from None
     try:
-        if exists:
+        if exists and resume:
             _check_changes(load_config(directory.config), config)
+        elif exists:  # a start that failed before its first checkpoint: nothing was learned, begin afresh
+            for path in (*directory.path.glob("ledger.sqlite*"), directory.metrics, directory.events):
+                path.unlink(missing_ok=True)
         atomic_write(directory.config, config.to_toml().encode())
     except BaseException:
         lock.close()

@@ -1,0 +1,5 @@
+"""`python -m springtide`."""
+
+from springtide.cli.main import main
+
+main()
