@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import subprocess
 import sys
@@ -145,6 +146,70 @@ def test_an_inherited_tool_is_kept_withdrawn_or_replaced_but_not_shadowed() -> N
     assert list(Less.tools) == []
     with pytest.raises(TypeError, match="put @tool above it"):
         type("Shadow", (Base,), {"say": lambda self: ""})
+
+
+def test_a_tool_that_is_replaced_in_its_own_class_body_fails_when_the_class_is_created() -> None:
+    def hiding(method):  # type: ignore[no-untyped-def]
+        return lambda self: "hidden"
+
+    def telling(method):  # type: ignore[no-untyped-def]
+        @functools.wraps(method)
+        async def told(self, *args):  # type: ignore[no-untyped-def]
+            return await method(self, *args)
+
+        return told
+
+    replaced = r"^Twice.find: the tool of line \d+ is replaced in the same class, by another find \(rename one\)"
+    with pytest.raises(TypeError, match=replaced):
+
+        class Twice(Base):
+            @tool
+            async def find(self, word: str) -> str:
+                """Find a word."""
+                return word
+
+            @tool(final=True)
+            async def find(self, number: int) -> str:  # noqa: F811
+                """Find a number."""
+                return str(number)
+
+    with pytest.raises(TypeError, match=r"^Plain.find: .* by another find"):
+
+        class Plain(Base):
+            @tool(final=True)
+            async def find(self) -> str:
+                """Find."""
+                return ""
+
+            def find(self) -> str:  # type: ignore[no-redef]  # noqa: F811
+                return "no tool any more"
+
+    with pytest.raises(TypeError, match=r"^Mixin.find: .* \(put @tool on top\)"):
+
+        class Mixin:
+            @hiding
+            @tool
+            async def find(self) -> str:
+                """Find."""
+                return ""
+
+        type("Mixed", (Mixin, Base), {})
+
+    class Fine(Base):
+        @telling
+        @tool
+        async def find(self) -> str:
+            """Find."""
+            return ""
+
+        seek = find
+
+        @tool
+        async def say(self, word: str) -> str:
+            """Replaces an inherited one, which is allowed."""
+            return word
+
+    assert [(name, made.name) for name, made in Fine.tools.items()] == [(n, n) for n in ("say", "find", "seek")]
 
 
 def test_turn_limits_and_deadlines_come_from_the_class() -> None:

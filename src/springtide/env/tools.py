@@ -1,7 +1,8 @@
 """Tools: a decorated method becomes a schema the model sees and a check of what the model sends.
 
 Owns: `@tool`, the schema made from type hints and docstring, and argument validation. Invariants: a tool that cannot
-be described is an error when its class is created, not in a run; a call that does not fit its schema yields one line
+be described, or that another definition in the same class body replaces, is an error when its class is created, not in
+a run; a tool is called by the name it has in its class; a call that does not fit its schema yields one line
 that names the argument, what was given and what is allowed, and never reaches the method; a value is converted only
 where nothing is lost.
 Called by: `env.environment` (class creation) and `env.runner` (every call).
@@ -13,6 +14,7 @@ import inspect
 import json
 import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__springtide_tool__"
+_DECLARED = "__springtide_declared__"  # in a class body: what @tool was put on, whatever became of it
 _ALLOWED = "str, int, float, bool, Literal[...], X | None, list[X], dict or dict[str, X]"
 _SHOWN = 60  # characters of a rejected value that an answer repeats
 
@@ -46,11 +49,18 @@ def tool(function: Any = None, *, final: bool = False) -> Any:
     JSON) or a list of OpenAI content parts.
     """
 
-    def mark(method: F) -> F:
-        setattr(method, _MARK, final)
-        return method
+    if function is not None:
+        return _mark(function, final, sys._getframe(1))
+    return lambda method: _mark(method, final, sys._getframe(1))
 
-    return mark(function) if function is not None else mark
+
+def _mark(method: F, final: bool, body: types.FrameType) -> F:
+    setattr(method, _MARK, final)
+    # Python forgets the first of two methods of one name without a word. In a class body the frame's locals are the
+    # class's own namespace, so a list kept there lets `collect_tools` see what is missing.
+    if "__qualname__" in body.f_locals and "__module__" in body.f_locals:
+        body.f_locals.setdefault(_DECLARED, []).append(method)
+    return method
 
 
 @dataclass(frozen=True)
@@ -110,9 +120,10 @@ def collect_tools(cls: type) -> dict[str, Tool]:
     """The tools of a class and its bases, in order of definition. Raises: TypeError for one it cannot describe."""
     found: dict[str, Tool] = {}
     for owner in reversed(cls.__mro__):
+        _refuse_replaced(owner)
         for name, value in vars(owner).items():
             if hasattr(value, _MARK):
-                found[name] = _make_tool(cls, value)
+                found[name] = _make_tool(cls, name, value)
             elif name in found and value is None:
                 del found[name]  # `search = None` withdraws an inherited tool
             elif name in found:
@@ -120,8 +131,24 @@ def collect_tools(cls: type) -> dict[str, Tool]:
     return found
 
 
-def _make_tool(cls: type, method: Callable[..., Any]) -> Tool:
-    where = f"{cls.__name__}.{method.__name__}"
+def _refuse_replaced(owner: type) -> None:
+    """Raises: TypeError for a tool of this class body that the class does not hold in the end."""
+    held: list[Any] = []
+    for value in vars(owner).values():
+        while hasattr(value, _MARK):
+            held.append(value)
+            value = getattr(value, "__wrapped__", None)  # a decorator above @tool that says what it wraps is fine
+    for method in vars(owner).get(_DECLARED, ()):
+        if not any(value is method for value in held):
+            line = getattr(getattr(method, "__code__", None), "co_firstlineno", "?")
+            raise TypeError(
+                f"{owner.__name__}.{method.__name__}: the tool of line {line} is replaced in the same class, by "
+                f"another {method.__name__} (rename one) or by a decorator above @tool (put @tool on top)"
+            )
+
+
+def _make_tool(cls: type, name: str, method: Callable[..., Any]) -> Tool:
+    where = f"{cls.__name__}.{name}"
     signature = list(inspect.signature(method).parameters.values())[1:]
     for parameter in signature:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -150,7 +177,7 @@ def _make_tool(cls: type, method: Callable[..., Any]) -> Tool:
         if not required and parameter.default is not None:
             schema["default"] = parameter.default
         parameters[parameter.name] = Parameter(hint, schema, required)
-    return Tool(method.__name__, description, getattr(method, _MARK), parameters)
+    return Tool(name, description, getattr(method, _MARK), parameters)
 
 
 def _read_docstring(text: str, names: list[str]) -> tuple[str, dict[str, str]]:
