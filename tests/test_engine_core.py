@@ -376,6 +376,39 @@ def test_a_request_waits_for_room_and_the_running_keep_theirs() -> None:
         np.testing.assert_allclose(r[0].logprobs, reference_logprobs("qwen3", prompt, r[0], 1.0), atol=1e-4)
 
 
+def test_a_waiting_evaluation_starts_before_training_that_waits_longer_and_nobody_passes_it() -> None:
+    prompt = random_ids(np.random.default_rng(10), 60)
+    order = ["running-0", "running-1", "train-0", "train-1", "eval-0", "eval-1"]
+
+    def history(priority: int, **sizes: int) -> tuple[list[str], dict[str, np.ndarray]]:
+        engine, ended, ids = core(**sizes), [], {}
+
+        def submit(name: str, number: int, prompt: np.ndarray) -> None:
+            def done(result: Generation | EngineError) -> None:
+                assert isinstance(result, Generation)
+                ended.append(name)
+                ids[name] = result.ids
+
+            sampling = Sampling(number, 0, 5 + 5 * number if name.startswith("running") else 20)
+            engine.submit(Request(name, prompt, sampling, done, priority=priority * name.startswith("eval")))
+
+        for number, name in enumerate(order):
+            # Evaluation needs more KV than one training turn frees: nothing smaller may slip past it meanwhile.
+            submit(name, number, np.concatenate((prompt, prompt)) if name.startswith("eval") else prompt)
+            if name == "running-1":
+                engine.step()
+                assert engine.running == 2
+        run(engine)
+        return ended, ids
+
+    for sizes in ({"max_batch": 2, "kv_tokens": 4096}, {"kv_tokens": 160}):
+        first, sampled = history(1, **sizes)
+        assert first == ["running-0", "running-1", "eval-0", "eval-1", "train-0", "train-1"], sizes
+        plain, same = history(0, **sizes)
+        assert plain == order
+        assert all(np.array_equal(sampled[name], same[name]) for name in order)
+
+
 def test_what_can_never_run_is_refused() -> None:
     engine = core(kv_tokens=128)
     ids = random_ids(np.random.default_rng(0), 100)

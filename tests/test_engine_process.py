@@ -16,11 +16,14 @@ import numpy as np
 import pytest
 
 from engine_models import random_ids, tiny
+from springtide.chat import load_chat
 from springtide.config import make_config
 from springtide.engine.client import EngineClient, EngineDeadlines
 from springtide.engine.local.engine import EngineSettings, LocalEngine
 from springtide.engine.protocol import Engine, EngineError, Sampling
+from springtide.env.inprocess import InProcessClient
 from springtide.process import start_process
+from springtide.rollout.episode import EpisodeSpec, play
 from springtide.weights.store import Canary, FingerprintMismatch, StoreError, WeightStore
 from springtide.wire import ConnectionLost, DeadlineExceeded, RemoteError
 
@@ -209,6 +212,25 @@ async def test_the_canary_notices_that_engine_and_trainer_compute_differently(tm
 
 
 @asynchronous
+async def test_episodes_of_an_evaluation_go_before_training_in_the_engine(tiny_model, tmp_path) -> None:
+    suite = f"{Path(__file__).with_name('talk.py')}:NoSleepers"
+    settings = EngineSettings(str(tiny_model), str(tmp_path), kv_tokens=4096)
+    async with InProcessClient((suite,)) as env, LocalEngine.open(settings) as engine:  # without weights: all wait
+        ref, chat = (await env.catalog(suite, "train", "quick"))[0], load_chat(tiny_model)
+        episodes = []
+        for visit, purpose in enumerate(("train", "train", "eval", "train", "eval")):
+            spec = EpisodeSpec(ref, visit, 0, 0, purpose, 0, 1.0, 5, 256)
+            episodes.append(asyncio.ensure_future(play(spec, env, engine, chat)))
+            await until(lambda: len(engine.core.waiting) == len(episodes))
+        order = [request.session.split("/")[:2] for request in engine.core.waiting]
+        assert order == [["eval", "2"], ["eval", "4"], ["train", "0"], ["train", "1"], ["train", "3"]]
+        for episode in episodes:
+            episode.cancel()
+        await asyncio.gather(*episodes, return_exceptions=True)
+        assert not engine.core.waiting
+
+
+@asynchronous
 async def test_an_rpc_is_answered_within_about_a_step_while_the_engine_works(tmp_path) -> None:
     async with local(tmp_path) as engine:
         await engine.load(1)
@@ -244,7 +266,10 @@ async def test_many_clients_share_an_engine_process_until_it_is_killed(tmp_path)
             one, two = [await stack.enter_async_context(EngineClient.connect(address)) for _ in range(2)]
             await one.load(1)
             results = await asyncio.gather(
-                *(c.generate(f"{n}", PROMPT, Sampling(n, 0, 8), prefix="g") for n, c in enumerate((one, two)))
+                *(
+                    c.generate(f"{n}", PROMPT, Sampling(n, 0, 8), prefix="g", priority=n)
+                    for n, c in enumerate((one, two))
+                )
             )
             for result in results:
                 expected = tiny().logprobs(np.concatenate((PROMPT, result.ids)))[len(PROMPT) - 1 :]

@@ -59,6 +59,7 @@ class EngineClient:
         version: int | None = None,
         prefix: str | None = None,
         forced_ids: np.ndarray | None = None,
+        priority: int = 0,
     ) -> Generation:
         """See `Engine.generate`. After a deadline the turn is ended; a cancelled caller releases its session."""
         payload = {
@@ -68,6 +69,7 @@ class EngineClient:
             "version": version,
             "prefix": prefix,
             "forced_ids": forced_ids,
+            "priority": priority,
         }
         try:
             return await self._call("generate", self._deadlines.generate, **payload)

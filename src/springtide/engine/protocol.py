@@ -14,6 +14,8 @@ import numpy as np
 
 from springtide.wire import record
 
+EVALUATION = 1  # the priority of an evaluation's turns; training's is 0
+
 
 @record
 @dataclass(frozen=True, slots=True)
@@ -88,12 +90,16 @@ class Engine(Protocol):
         version: int | None = None,
         prefix: str | None = None,
         forced_ids: np.ndarray | None = None,
+        priority: int = 0,
     ) -> Generation:
         """Continue `ids` (int32 [P], the whole context) for one turn.
 
         session: whose KV to keep between turns. version: None means the newest loaded. prefix: a group key; sessions
         that share it share the KV of their common start. forced_ids (int32 [T]): follow this continuation instead of
-        sampling and return its true log-probs. Raises: EngineError.
+        sampling and return its true log-probs. priority: the waiting turn of the highest number starts first, equal ones
+        in order of arrival; nothing that runs is interrupted, and what is sampled does not depend on it.
+
+        Raises: EngineError.
         """
         ...
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from springtide.chat import Chat
-from springtide.engine.protocol import Engine, EngineError, Generation, Sampling
+from springtide.engine.protocol import EVALUATION, Engine, EngineError, Generation, Sampling
 from springtide.env.session import EnvClient, EnvironmentUnavailable, FinishReason, Session
 from springtide.trace import Cause, Message, Outcome, Status, TaskRef, Trajectory, Turn, sampling_seed, version_step
 from springtide.wire import ConnectionLost, DeadlineExceeded, record
@@ -146,6 +146,7 @@ async def _play(spec: EpisodeSpec, session: Session, engine: Engine, chat: Chat)
                     sampling,
                     version=spec.stale_version if policy == "stale" else spec.version,
                     prefix=f"{spec.purpose}/{spec.visit}",
+                    priority=EVALUATION if spec.purpose == "eval" else 0,
                 )
             except (EngineError, ConnectionLost, DeadlineExceeded) as error:
                 lost = isinstance(error, ConnectionLost)

@@ -201,6 +201,7 @@ class _LockedEngine:
         version: int | None = None,
         prefix: str | None = None,
         forced_ids: np.ndarray | None = None,
+        priority: int = 0,
     ) -> Generation:
         return await self._lockstep.generate(
             {
@@ -210,6 +211,7 @@ class _LockedEngine:
                 "version": version,
                 "prefix": prefix,
                 "forced_ids": forced_ids,
+                "priority": priority,
             }
         )
 

@@ -30,7 +30,10 @@ Done = Callable[[Generation | EngineError], None]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A turn asked for. ids: int32 [P]. `batch` numbers the exclusive batch it belongs to, if any."""
+    """A turn asked for. ids: int32 [P]. `batch` numbers the exclusive batch it belongs to, if any.
+
+    Of waiting turns the one of highest `priority` starts first; an exclusive batch stands where it was asked for.
+    """
 
     session: str
     ids: np.ndarray
@@ -39,6 +42,7 @@ class Request:
     version: int | None = None
     prefix: str | None = None
     forced: np.ndarray | None = None
+    priority: int = 0
     batch: int | None = None
     arrived: float = field(default_factory=time.monotonic)
 
@@ -139,7 +143,12 @@ class EngineCore:
         """Queue a turn. Raises: EngineError if it can never run."""
         self._check(request)
         self._sessions.add(request.session)
-        self.waiting.append(request)
+        at = len(self.waiting)
+        if request.batch is None:
+            while at and self.waiting[at - 1].batch is None and self.waiting[at - 1].priority < request.priority:
+                at -= 1
+        # The first that finds no room holds back all behind it, so what stands first starts as soon as room is free.
+        self.waiting.insert(at, request)
         self._changed = True
 
     def submit_many(self, requests: list[Request]) -> None:

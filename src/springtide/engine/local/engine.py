@@ -162,9 +162,10 @@ class LocalEngine:
         version: int | None = None,
         prefix: str | None = None,
         forced_ids: np.ndarray | None = None,
+        priority: int = 0,
     ) -> Generation:
         """See `Engine.generate`. A cancelled call ends its turn; the session keeps what was computed."""
-        future, request = self._request(session, ids, sampling, version, prefix, forced_ids)
+        future, request = self._request(session, ids, sampling, version, prefix, forced_ids, priority)
         self.core.submit(request)
         return (await self._results([session], [future]))[0]
 
@@ -187,6 +188,7 @@ class LocalEngine:
         version: int | None = None,
         prefix: str | None = None,
         forced_ids: np.ndarray | None = None,
+        priority: int = 0,
     ) -> tuple[asyncio.Future[Generation], Request]:
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
 
@@ -199,7 +201,8 @@ class LocalEngine:
                 future.set_result(result)
 
         forced = None if forced_ids is None else np.asarray(forced_ids, np.int32)
-        return future, Request(session, np.asarray(ids, np.int32), sampling, done, version, prefix, forced)
+        request = Request(session, np.asarray(ids, np.int32), sampling, done, version, prefix, forced, priority)
+        return future, request
 
     async def _results(
         self, sessions: list[str], futures: list[asyncio.Future[Generation]], *, refusals: bool = False
