@@ -90,8 +90,11 @@ def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(tiny_model: Path, tmp_pa
 def test_an_environment_that_always_fails_stops_the_run_by_name(tiny_model: Path, tmp_path: Path) -> None:
     """NeMo-Gym#1351, verl#5635: a failing judge must not become reward 0."""
     config = run_config(tiny_model, tmp_path, suite="Broken")
-    with pytest.raises(BrokenRun, match=r"suite broken: the last 64 episodes failed \(judge.*the judge has no data"):
+    text = r"suite broken: the last 64 episodes failed \(judge.*the judge has no data"
+    with pytest.raises(BrokenRun, match=text) as raised:
         springtide.train(config)
+    use = config.suites[0].use
+    assert use.endswith(".py:Broken") and f"`springtide doctor env {use}`" in str(raised.value)
 
 
 def test_groups_without_signal_stop_the_run_by_name(tiny_model: Path, tmp_path: Path) -> None:

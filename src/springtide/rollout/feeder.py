@@ -91,6 +91,7 @@ class Feeder:
     ) -> None:
         self._config, self._ledger, self._state, self._policy = config, ledger, state, policy
         self._samplers, self._pool, self._versions, self._directory = samplers, pool, versions, directory
+        self._uses = dict(zip(samplers, (entry.use for entry in config.suites), strict=True))  # in one order
         self._record, self._note = record, note
         self._groups: dict[int, asyncio.Task[None]] = {}
         self._given_up: dict[int, str] = {}  # groups that are being cancelled, and why
@@ -406,7 +407,7 @@ class Feeder:
             if self._failed_in_a_row[suite] >= _BROKEN_AFTER:
                 raise BrokenRun(
                     f"suite {suite}: the last {_BROKEN_AFTER} episodes failed ({summary.cause}: {summary.detail}); "
-                    f"try `springtide doctor env {suite}`"
+                    f"try `springtide doctor env {self._uses[suite]}`"
                 )
             return
         self._failed_in_a_row[suite] = 0
