@@ -22,6 +22,7 @@ from springtide.chat import Chat, load_chat
 from springtide.config import ConfigError
 from springtide.engine.protocol import Generation
 from springtide.env.inprocess import InProcessClient
+from springtide.ledger import Ledger
 from springtide.observe.sinks import JsonLines, read_records
 from springtide.rollout.episode import EpisodeSpec
 from springtide.rollout.feeder import BrokenRun, Feeder, InvalidAction, Versions
@@ -30,7 +31,6 @@ from springtide.schedule.readiness import Abort, Action, Admit, Readiness
 from springtide.trace import TaskRef
 from springtide.trainer import driver
 from springtide.trainer.checkpoint import CheckpointError
-from springtide.trainer.ledger import Ledger
 
 
 def test_a_stuck_run_names_the_predicate_that_blocks(

@@ -25,6 +25,7 @@ from springtide.config import Config, ConfigError, load_config
 from springtide.engine.local.engine import EngineSettings
 from springtide.engine.protocol import Generation, Sampling
 from springtide.env.inprocess import InProcessClient
+from springtide.ledger import Ledger
 from springtide.observe.sinks import open_sinks
 from springtide.process import ProcessFailed
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary, play
@@ -34,7 +35,6 @@ from springtide.schedule.policies import Bounds, make_policy
 from springtide.schedule.readiness import Dropped, Readiness, event_from_json
 from springtide.schedule.sampling import UniformSampler
 from springtide.trace import Group, TaskRef, Trajectory
-from springtide.trainer.ledger import Ledger
 from springtide.trainer.rank import Rank
 
 SOURCE = Path(springtide.__file__).parent

@@ -12,8 +12,8 @@ import pytest
 from tests.run_support import alive, descendants, program, records, run_config, start_run, wait_for
 
 import springtide
+from springtide.ledger import Ledger
 from springtide.rollout.feeder import BrokenRun
-from springtide.trainer.ledger import Ledger
 
 
 def test_a_driver_killed_at_three_random_moments_resumes_and_every_member_ends_once(

@@ -26,10 +26,10 @@ from springtide.rollout.episode import EpisodeSpec
 from springtide.rollout.evaluate import EvalResult, eval_tasks
 from springtide.rollout.evaluate import evaluate as run_evaluation
 from springtide.rollout.pool import play_once
+from springtide.rundir import RunDirectory
 from springtide.runtime.local import open_runtime
 from springtide.trace import TaskRef
 from springtide.trainer.loop import train as run_loop
-from springtide.trainer.rundir import RunDirectory
 from springtide.trainer.start import open_run
 
 

@@ -16,8 +16,8 @@ def command(
     target: Annotated[Path, typer.Argument(help="where to write; must not exist")],
 ) -> None:
     """Write a checkpoint's model as a directory that transformers (and vLLM) loads."""
+    from springtide.rundir import RunDirectory
     from springtide.trainer.checkpoint import MANIFEST, new_directory, verify
-    from springtide.trainer.rundir import RunDirectory
 
     directory = RunDirectory(source)
     saved = directory.saved()

@@ -61,11 +61,11 @@ def _kinds() -> tuple[tuple[type[Exception], ...], tuple[type[Exception], ...]]:
     from springtide.chat.template import ChatError
     from springtide.env.session import EnvironmentUnavailable
     from springtide.env.suite import SuiteError
+    from springtide.ledger import LedgerError
     from springtide.models.presets import ModelNotFound
     from springtide.process import ProcessFailed
     from springtide.rollout.feeder import BrokenRun
     from springtide.trainer.checkpoint import CheckpointError
-    from springtide.trainer.ledger import LedgerError
     from springtide.wire import ConnectionLost, DeadlineExceeded, RemoteError
 
     return (

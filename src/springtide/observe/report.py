@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from springtide.ledger import VisitRow
 from springtide.observe import charts, transcripts
 from springtide.observe.charts import Line, Mark
 from springtide.observe.markup import Html, join, page, tag
 from springtide.observe.plots import number, smooth, success_of, window, write_curve
 from springtide.observe.runview import RunView
 from springtide.rollout.evaluate import wilson
+from springtide.rundir import RunDirectory
 from springtide.trace import atomic_write
-from springtide.trainer.ledger import VisitRow
-from springtide.trainer.rundir import RunDirectory
 
 _START = "#98a3b1"  # the colour of what was before training
 _CAUSES = {  # seconds of the driver by cause, in the order in which they come within a step

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from springtide.config import ConfigError
+from springtide.ledger import Ledger, LedgerError, VisitRow
 from springtide.observe.plots import suite_colors
 from springtide.observe.sinks import read_records
+from springtide.rundir import RunDirectory
 from springtide.trace import Group
-from springtide.trainer.ledger import Ledger, LedgerError, VisitRow
-from springtide.trainer.rundir import RunDirectory
 from springtide.wire import WireError
 
 

@@ -19,12 +19,12 @@ from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from springtide.config import ConfigError
+from springtide.ledger import VisitRow
 from springtide.observe import transcripts
 from springtide.observe.markup import Html, join, page, tag
 from springtide.observe.report import render
 from springtide.observe.runview import RunView
 from springtide.trace import atomic_write
-from springtide.trainer.ledger import VisitRow
 
 LIVE_S = 4.0  # seconds between refreshes: a step of the quickstart takes about as long
 _PAGE = 200  # rows of a list

@@ -19,6 +19,7 @@ from typing import Any
 
 from springtide.algorithms.advantages import GroupRewards, Member, advantages, effective_reward
 from springtide.config import Config
+from springtide.ledger import Ledger
 from springtide.process import root_cause
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
 from springtide.rollout.pool import RolloutWorker, WorkerPool
@@ -26,7 +27,6 @@ from springtide.schedule.policies import Policy
 from springtide.schedule.readiness import Abort, Admit, Admitted, Dropped, Event, Readiness, Ready
 from springtide.schedule.sampling import UniformSampler
 from springtide.trace import TaskRef, version_step
-from springtide.trainer.ledger import Ledger
 from springtide.wire import ConnectionLost, DeadlineExceeded, RemoteError
 
 _BROKEN_AFTER = 64  # episodes of a suite that failed in a row: the environment is broken, not unlucky

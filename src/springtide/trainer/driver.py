@@ -20,6 +20,7 @@ from typing import Any
 
 from springtide.algorithms.advantages import GroupRewards, Member, RunningMoments, advantages, consumed
 from springtide.config import Config
+from springtide.ledger import Ledger
 from springtide.observe.metrics import Metrics, Summary, commit, summarise
 from springtide.observe.sinks import read_records
 from springtide.process import root_cause
@@ -27,13 +28,12 @@ from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
 from springtide.rollout.evaluate import EvalResult, eval_tasks, evaluate
 from springtide.rollout.feeder import BrokenRun, Feeder, Versions
 from springtide.rollout.pool import play_once
+from springtide.rundir import RunDirectory
 from springtide.runtime.local import Runtime
 from springtide.schedule.policies import Bounds, Wait, choose_batch, make_policy
 from springtide.schedule.readiness import Began, Evaluation, Readiness, StepEnded, StepStarted, event_to_json
 from springtide.schedule.sampling import UniformSampler
 from springtide.trace import TaskRef, make_version
-from springtide.trainer.ledger import Ledger
-from springtide.trainer.rundir import RunDirectory
 from springtide.wire import ConnectionLost, RemoteError
 
 _STEP_S = 3600.0  # deadline of one optimiser step, a publication, a checkpoint

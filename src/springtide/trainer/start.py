@@ -16,17 +16,17 @@ from typing import Any
 from springtide.chat import check_vocab, load_chat
 from springtide.config import Config, ConfigError
 from springtide.env.registry import load_suite
+from springtide.ledger import Ledger
 from springtide.models.presets import max_positions, resolve_model, vocab_size
 from springtide.observe.metrics import Metrics
 from springtide.observe.progress import make_display
 from springtide.observe.sinks import append_lines, open_sinks
 from springtide.rollout.evaluate import eval_tasks
+from springtide.rundir import RunDirectory, prepare
 from springtide.runtime.local import open_runtime
 from springtide.trace import TaskRef
 from springtide.trainer.checkpoint import CheckpointError, verify
 from springtide.trainer.driver import Driver
-from springtide.trainer.ledger import Ledger
-from springtide.trainer.rundir import RunDirectory, prepare
 
 
 @contextlib.asynccontextmanager

@@ -3,7 +3,7 @@
 Owns: `ledger.sqlite`. One row a visit (a group), one row an attempt at a member. Invariants: a visit ends exactly once
 along the surviving lineage, `trained` at one (incarnation, step) or `dropped` with a cause; a group's file is durable
 before its visit is `ready`; an attempt that ended because a process died does not use up a retry.
-Called by: the driver only. Every method is one transaction.
+Called by: the driver and its feeder; `observe` reads it. Every method is one transaction.
 """
 
 from __future__ import annotations

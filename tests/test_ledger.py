@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from springtide.ledger import Ledger, LedgerError
 from springtide.trace import TaskRef, make_version
-from springtide.trainer.ledger import Ledger, LedgerError
 
 TASK = TaskRef("db/quick/train/3", "db", "1", "train", "quick", 3, 9, ("hard",))
 
