@@ -453,6 +453,27 @@ def test_release_frees_what_only_the_session_held() -> None:
     check_blocks(engine)
 
 
+def test_tokens_of_turns_that_end_early_are_counted_as_such() -> None:
+    engine = core()
+    broken = {k: v.clone() for k, v in tiny().tensors().items()}
+    broken["model.norm.weight"].fill_(float("nan"))
+    engine.add_version(2, Decoder(decoder().config, broken))
+    prompt = random_ids(np.random.default_rng(15), 40)
+    for session in ("whole", "aborted", "released"):
+        ask(engine, session, prompt, Sampling(1, 0, 30), version=1)
+    for _ in range(5):
+        engine.step()
+    engine.abort("aborted")
+    engine.step()
+    engine.release("released")
+    run(engine)
+    assert (engine.counts["generated"], engine.counts["aborted"]) == (30 + 5 + 6, 5 + 6)
+    ask(engine, "not finite", prompt, Sampling(1, 0, 30), version=2)
+    ask(engine, "forced", prompt, Sampling(1, 0, 30), version=2, forced=prompt)
+    run(engine)
+    assert (engine.counts["generated"], engine.counts["aborted"]) == (30 + 5 + 6 + 1, 5 + 6 + 1)
+
+
 def test_an_aborted_turn_keeps_what_it_computed() -> None:
     engine = core()
     prompt = random_ids(np.random.default_rng(12), 40)

@@ -55,7 +55,10 @@ class Generation:
 @record
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot. Token counts are totals since start; `busy_s`, `idle_s`, `paused_s` add up to the engine's life."""
+    """A snapshot. Token counts are totals since start; `busy_s`, `idle_s`, `paused_s` add up to the engine's life.
+
+    generated_tokens: every token sampled; `aborted_tokens` of them reached no caller, as their turn was ended early.
+    """
 
     versions: tuple[int, ...] = ()
     newest: int = -1
@@ -65,6 +68,7 @@ class EngineStats:
     kv_tokens: int = 0
     kv_capacity: int = 0
     generated_tokens: int = 0
+    aborted_tokens: int = 0
     computed_tokens: int = 0
     cached_tokens: int = 0
     recomputed_tokens: int = 0
@@ -96,8 +100,8 @@ class Engine(Protocol):
 
         session: whose KV to keep between turns. version: None means the newest loaded. prefix: a group key; sessions
         that share it share the KV of their common start. forced_ids (int32 [T]): follow this continuation instead of
-        sampling and return its true log-probs. priority: the waiting turn of the highest number starts first, equal ones
-        in order of arrival; nothing that runs is interrupted, and what is sampled does not depend on it.
+        sampling and return its true log-probs. priority: the waiting turn of the highest number starts first, equals in
+        order of arrival; nothing that runs is interrupted, and what is sampled does not depend on it.
 
         Raises: EngineError.
         """

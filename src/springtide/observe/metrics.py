@@ -107,7 +107,11 @@ class Metrics:
 
     def begin(self, engines: Sequence[EngineStats]) -> None:
         """The loop begins: what engines did before it is not its first step's, but for tokens, which all count."""
-        self._last_engine = replace(_total(engines), generated_tokens=self._last_engine.generated_tokens)
+        self._last_engine = replace(
+            _total(engines),
+            generated_tokens=self._last_engine.generated_tokens,
+            aborted_tokens=self._last_engine.aborted_tokens,
+        )
 
     def resumed(self, step: int, elapsed: float, incarnation: int) -> None:
         self._last_t = elapsed
@@ -165,6 +169,7 @@ class Metrics:
                 "busy_share": delta.busy_s / max(1e-9, delta.busy_s + delta.idle_s + delta.paused_s),
                 "kv_hit_rate": delta.cached_tokens / max(1, delta.cached_tokens + delta.computed_tokens),
                 "generated_tokens": delta.generated_tokens,
+                "aborted_tokens": delta.aborted_tokens,
                 "computed_tokens": delta.computed_tokens,
                 "recomputed_tokens": delta.recomputed_tokens,
                 "kv_tokens": engine.kv_tokens,
@@ -221,7 +226,7 @@ class Metrics:
                 "dropped": dict(counts.dropped),
                 "env_errors": dict(counts.env_errors),
                 "discarded_tokens": dict(counts.discarded),
-                "engine": {"generated_tokens": delta.generated_tokens},
+                "engine": {"generated_tokens": delta.generated_tokens, "aborted_tokens": delta.aborted_tokens},
             }
         )
 
@@ -288,6 +293,7 @@ def summarise(path: Path, ledger: dict[str, Any], *, seed: int, commit: str, pea
             "trained": tokens,
             "evaluated": sum(r["generated_tokens"] for r in records if r["kind"] == "eval"),
             "discarded": discarded,
+            "aborted": sum(r["engine"].get("aborted_tokens", 0) for r in all_counts),  # absent in older records
         },
     )
 
@@ -326,6 +332,7 @@ def _prompt_tokens(engine: Mapping[str, float]) -> float:
 def _total(stats: Sequence[EngineStats]) -> EngineStats:
     names = (
         "generated_tokens",
+        "aborted_tokens",
         "computed_tokens",
         "cached_tokens",
         "recomputed_tokens",
@@ -341,6 +348,7 @@ def _total(stats: Sequence[EngineStats]) -> EngineStats:
 def _difference(new: EngineStats, old: EngineStats) -> EngineStats:
     names = (
         "generated_tokens",
+        "aborted_tokens",
         "computed_tokens",
         "cached_tokens",
         "recomputed_tokens",

@@ -461,6 +461,7 @@ class EngineCore:
         self.cache.finish(admission.record, known, len(known) - 1, pending=True)
         self._vacate(turn)
         if broken:
+            self.counts["aborted"] += 0 if request.forced is not None else len(ids)
             request.done(
                 EngineError(f"version {turn.version} gives scores that are not finite (session {request.session})")
             )
@@ -481,6 +482,7 @@ class EngineCore:
 
     def _close(self, turn: Turn) -> None:
         """End a turn early; the session keeps the KV of what was computed."""
+        self.counts["aborted"] += int(self.slots.made[turn.slot])
         version, slot = turn.version, turn.slot
         if turn in self._filling.get(version, ()):
             self._filling[version].remove(turn)

@@ -192,15 +192,18 @@ class LocalEngine:
     ) -> tuple[asyncio.Future[Generation], Request]:
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
 
+        forced = None if forced_ids is None else np.asarray(forced_ids, np.int32)
+
         def done(result: Generation | EngineError) -> None:
-            if future.done():
+            if future.done():  # its caller gave up in this very step
+                if isinstance(result, Generation) and forced is None:
+                    self.core.counts["aborted"] += len(result.ids)
                 return
             if isinstance(result, EngineError):
                 future.set_exception(result)
             else:
                 future.set_result(result)
 
-        forced = None if forced_ids is None else np.asarray(forced_ids, np.int32)
         request = Request(session, np.asarray(ids, np.int32), sampling, done, version, prefix, forced, priority)
         return future, request
 
@@ -333,6 +336,7 @@ class LocalEngine:
             kv_tokens=core.cache.used_tokens,
             kv_capacity=core.cache.pool.total * BLOCK,
             generated_tokens=counts["generated"],
+            aborted_tokens=counts["aborted"],
             computed_tokens=counts["computed"],
             cached_tokens=counts["cached"],
             recomputed_tokens=counts["recomputed"],
