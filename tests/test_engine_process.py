@@ -70,6 +70,7 @@ async def test_pause_keeps_turns_and_costs_them_nothing(tmp_path) -> None:
     async with local(tmp_path) as engine:
         await engine.load(1)
         expected = await engine.generate("a", PROMPT, Sampling(0, 0, 50))
+        started = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(engine.generate("b", PROMPT, Sampling(0, 0, 50)))
             await until(lambda: engine.core.counts["generated"] > 60)
@@ -79,8 +80,16 @@ async def test_pause_keeps_turns_and_costs_them_nothing(tmp_path) -> None:
             assert engine.core.counts["generated"] == made and not task.done()
             stats = await engine.stats()
             assert stats.paused_s >= 0.09 and stats.running == 1
+            queued = tasks.create_task(engine.generate("c", PROMPT, Sampling(0, 0, 5)))
+            await asyncio.sleep(0.1)
             await engine.resume()
         np.testing.assert_array_equal(task.result().ids, expected.ids)
+        assert expected.paused_s == 0
+        assert task.result().paused_s >= 0.19
+        assert 0.09 <= queued.result().paused_s < task.result().paused_s
+        for turn in (task.result(), queued.result()):
+            assert turn.queue_s >= 0 and turn.decode_s >= 0
+            assert turn.queue_s + turn.decode_s + turn.paused_s <= time.monotonic() - started
 
 
 @asynchronous

@@ -38,7 +38,8 @@ class Generation:
     """One sampled turn. ids: int32 [T]; logprobs: float32 [T]. `version` is the weight set all of it came from.
 
     `cached_tokens` of the prompt were not computed again; `computed_tokens` were; `recomputed_tokens` of those had
-    been computed before for this session and were lost (evicted, or made by another version). Times in seconds.
+    been computed before for this session and were lost (evicted, or made by another version). Times in seconds;
+    `paused_s` is how long the engine stood still meanwhile, in neither of the other two.
     """
 
     ids: np.ndarray
@@ -50,6 +51,7 @@ class Generation:
     recomputed_tokens: int = 0
     queue_s: float = 0.0
     decode_s: float = 0.0
+    paused_s: float = 0.0
 
 
 @record

@@ -165,7 +165,8 @@ async def _play(spec: EpisodeSpec, session: Session, engine: Engine, chat: Chat)
                 step_reward=observation.step_reward,
                 policy=policy,
                 queue_s=generation.queue_s,
-                decode_s=max(0.0, acted - started - generation.queue_s),
+                decode_s=max(0.0, acted - started - generation.queue_s - generation.paused_s),
+                paused_s=generation.paused_s,
                 env_s=time.monotonic() - acted,
             )
         )

@@ -45,6 +45,7 @@ class Request:
     priority: int = 0
     batch: int | None = None
     arrived: float = field(default_factory=time.monotonic)
+    paused_before: float = 0.0  # seconds the engine had stood still when it arrived
 
     @property
     def new_tokens(self) -> int:
@@ -62,6 +63,7 @@ class Turn:
     tokens: np.ndarray
     leads: tuple[str, int] | None
     admitted: float
+    paused_before: float
     prefilled: int = 0
     forced_logprobs: list[np.ndarray] = field(default_factory=list)
 
@@ -128,6 +130,7 @@ class EngineCore:
         self.draining: set[int] = set()
         self.newest = -1
         self.counts: Counter[str] = Counter()
+        self.paused_s: Callable[[], float] = lambda: 0.0  # seconds stood still so far; its owner, who pauses it, knows
         self.waiting: list[Request] = []
         self._turns: dict[int, Turn] = {}  # by slot
         self._decoding: dict[int, np.ndarray] = {}  # version -> slots that decode
@@ -143,6 +146,7 @@ class EngineCore:
         """Queue a turn. Raises: EngineError if it can never run."""
         self._check(request)
         self._sessions.add(request.session)
+        request.paused_before = self.paused_s()
         at = len(self.waiting)
         if request.batch is None:
             while at and self.waiting[at - 1].batch is None and self.waiting[at - 1].priority < request.priority:
@@ -314,7 +318,7 @@ class EngineCore:
         tokens = request.ids[admission.start :] if admission.hidden is None else request.ids[:0]
         if request.forced is not None:
             tokens = np.concatenate((request.ids[admission.start :], request.forced[:-1]))
-        turn = Turn(request, admission, slot, version, tokens, leads, time.monotonic())
+        turn = Turn(request, admission, slot, version, tokens, leads, time.monotonic(), self.paused_s())
         self._turns[slot] = turn
         self._filling.setdefault(version, []).append(turn)
         self.counts["cached"] += admission.cached
@@ -466,6 +470,7 @@ class EngineCore:
                 EngineError(f"version {turn.version} gives scores that are not finite (session {request.session})")
             )
             return
+        paused = self.paused_s()
         request.done(
             Generation(
                 ids,
@@ -475,8 +480,9 @@ class EngineCore:
                 cached_tokens=admission.cached,
                 computed_tokens=admission.computed,
                 recomputed_tokens=admission.recomputed,
-                queue_s=turn.admitted - request.arrived,
-                decode_s=time.monotonic() - turn.admitted,
+                queue_s=turn.admitted - request.arrived - (turn.paused_before - request.paused_before),
+                decode_s=time.monotonic() - turn.admitted - (paused - turn.paused_before),
+                paused_s=paused - request.paused_before,
             )
         )
 

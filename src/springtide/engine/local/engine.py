@@ -101,6 +101,10 @@ class Clock:
         """Count the present state's time up to now."""
         self.switch(self._state)
 
+    def paused(self) -> float:
+        """Seconds paused so far, a pause that goes on included."""
+        return self.seconds["paused"] + (time.monotonic() - self._since if self._state == "paused" else 0.0)
+
     def total(self, prefix: str) -> float:
         return sum(s for state, s in self.seconds.items() if state.startswith(prefix))
 
@@ -114,6 +118,7 @@ class LocalEngine:
         self.core = make_core(self.config, settings)
         self.store = WeightStore(Path(settings.store))
         self.clock = Clock()
+        self.core.paused_s = self.clock.paused
         self._pinned: set[int] = set()
         self._paused = False
         self._wake = asyncio.Event()
