@@ -15,7 +15,9 @@ BEHAVIOURS = (
     "start hangs",
     "start hangs in a thread",
     "start returns nothing",
+    "start is cancelled",
     "score raises",
+    "score is cancelled",
     "score is nan",
     "score is text",
     "score hangs",
@@ -54,6 +56,8 @@ class Probe(Environment):
             await asyncio.sleep(60)
         if self.behaviour == "start hangs in a thread":
             await asyncio.to_thread(time.sleep, 3)
+        if self.behaviour == "start is cancelled":
+            raise asyncio.CancelledError
         if self.behaviour == "start returns nothing":
             return None
         return f"Do it: {self.rng.random()}"
@@ -89,6 +93,16 @@ class Probe(Environment):
     async def leave(self) -> str:
         """Exit."""
         sys.exit(3)
+
+    @tool
+    async def cancel(self) -> str:
+        """Raise what a library raises whose own task was cancelled."""
+        raise asyncio.CancelledError
+
+    @tool
+    def cancel_in_a_thread(self) -> str:
+        """The same."""
+        raise asyncio.CancelledError
 
     @tool
     async def give_nothing(self) -> str:
@@ -163,6 +177,9 @@ class Probe(Environment):
         self.trace("score")
         if self.behaviour == "score raises":
             raise ZeroDivisionError("judge")
+        if self.behaviour == "score is cancelled":
+            asyncio.current_task().cancel()
+            await asyncio.sleep(1)
         if self.behaviour == "score hangs":
             await asyncio.sleep(60)
         if self.behaviour == "score is an outcome":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import subprocess
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from springtide.cli.doctor import app
 from springtide.env import (
     Environment,
+    EnvironmentUnavailable,
     EpisodeRunner,
     InProcessClient,
     Limits,
@@ -254,6 +256,33 @@ def test_an_instance_plays_one_episode_and_no_second() -> None:
         await (await EpisodeRunner.open(environment)).close()
         with pytest.raises(RuntimeError, match="make a new one"):
             await EpisodeRunner.open(environment)
+
+    asyncio.run(main())
+
+
+def test_a_cancellation_that_an_author_raises_in_place_is_an_error_and_nobody_waits_for_ever() -> None:
+    class Closed(Base):
+        @classmethod
+        @contextlib.asynccontextmanager
+        async def shared(cls):
+            raise asyncio.CancelledError
+            yield
+
+    class Gone(Base):
+        def __init__(self, *args):
+            raise asyncio.CancelledError
+
+    class Narrow(Base):
+        def offered(self):
+            raise SystemExit(2)
+
+    async def main() -> None:
+        for kind, seen in ((Closed, "Closed.shared raised Cancelled"), (Gone, "Cancelled"), (Narrow, "SystemExit(2)")):
+            async with asyncio.timeout(10), InProcessClient([Suite.of(kind)]) as client:
+                (ref, *_) = await client.catalog(kind.name, "train", "default")
+                with pytest.raises(EnvironmentUnavailable) as caught:
+                    await client.open(ref, 0, 0, 0, 8.0)
+                assert caught.value.cause == "setup" and seen in caught.value.detail
 
     asyncio.run(main())
 

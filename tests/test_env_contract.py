@@ -252,7 +252,16 @@ def test_a_cancelled_episode_is_not_judged(play: Play) -> None:
     play(body)
 
 
-@pytest.mark.parametrize(("tool", "seen"), [("crash", "KeyError"), ("leave", "exit"), ("give_nothing", "TypeError")])
+@pytest.mark.parametrize(
+    ("tool", "seen"),
+    [
+        ("crash", "KeyError"),
+        ("leave", "leave raised SystemExit(3)"),
+        ("give_nothing", "TypeError"),
+        ("cancel", "cancel raised CancelledError() (env_probe.py:"),
+        ("cancel_in_a_thread", "cancel_in_a_thread raised CancelledError() (env_probe.py:"),
+    ],
+)
 def test_a_tool_that_breaks_makes_an_environment_error_and_never_a_reward(play: Play, tool: str, seen: str) -> None:
     # verl#5635: exceptions were swallowed and every score was 0.
     async def body(probe: Probe) -> None:
@@ -275,6 +284,7 @@ def test_a_tool_that_breaks_makes_an_environment_error_and_never_a_reward(play: 
         ("score raises", "judge", "ZeroDivisionError: judge"),
         ("score is nan", "judge", "nan; it must be finite"),  # trl#5773: a missing score summed to 0
         ("score is text", "judge", "returned str"),
+        ("score is cancelled", "judge", "score raised CancelledError()"),
         ("score hangs", "judge", "deadline"),
         ("score fails itself", "judge", "server down"),
         ("settle raises", "tool", "OSError: disk full"),
@@ -324,7 +334,7 @@ def test_giving_up_succeeds_exactly_where_the_task_cannot_be_done(
     play(body)
 
 
-@pytest.mark.parametrize("behaviour", ["start raises", "start hangs", "start returns nothing"])
+@pytest.mark.parametrize("behaviour", ["start raises", "start hangs", "start returns nothing", "start is cancelled"])
 def test_a_start_that_fails_is_unavailable_with_its_cause_and_is_closed(play: Play, behaviour: str) -> None:
     async def body(probe: Probe) -> None:
         with pytest.raises(EnvironmentUnavailable) as caught:

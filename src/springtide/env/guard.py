@@ -1,12 +1,13 @@
 """Running an author's code so that neither its exceptions, its exits nor its hanging reach the worker.
 
 Invariants: `guarded` returns or raises within its deadline plus `_LEAVE_S`, whatever the code does short of blocking
-the event loop; plain functions run in a thread of their own, so a slow one delays no other episode.
+the event loop; plain functions run in a thread of their own, so a slow one delays no other episode; only an `Exception`
+comes out of the author's code, so that a CancelledError is always our own cancellation.
 Limit: Python threads share one interpreter lock. A thread that sleeps or waits costs others nothing; one that computes
 in Python costs every other thread up to one switch interval each time it wants to run; one that computes inside a C
 call holding the lock (a huge regular expression, say) stops the whole process. Give such an environment
 `Requires(isolated=True)`.
-Called by: `env.runner`.
+Called by: `env.runner` (calls with a deadline), `env.inprocess` and the checker (what runs in place).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import asyncio
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _LEAVE_S = 1.0  # an async function gets this long to unwind once its deadline has passed
@@ -25,17 +26,36 @@ class HungCall(Exception):
     """The code was still running when its deadline passed, and cannot be stopped."""
 
 
+@contextlib.contextmanager
+def authored(what: str) -> Iterator[None]:
+    """Author's code that is run in place: what is no `Exception` becomes RuntimeError, but for our own cancellation.
+
+    An exit would end the worker with every episode in it; a CancelledError of the author's would pass for ours, and
+    whoever waits would wait for ever.
+    """
+    try:
+        yield
+    except BaseException as error:
+        task = asyncio.current_task()
+        ours = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+        if isinstance(error, Exception) or ours:
+            raise
+        raise RuntimeError(f"{what} raised {error!r}") from error
+
+
 async def guarded(what: str, function: Callable[[], Any], seconds: float, *, threaded: bool) -> Any:
     """Run `function` (awaited, or in a thread) for at most `seconds`.
 
-    Raises: what it raises; TimeoutError when it was stopped at the deadline; HungCall when it could not be stopped.
+    Raises: what it raises (RuntimeError for what is no `Exception`); TimeoutError when it was stopped at the deadline;
+    HungCall when it could not be stopped.
     """
     late = f"{what} did not end within its deadline of {max(seconds, 0):.3g} s"
     work = asyncio.ensure_future(_threaded(what, function) if threaded else _awaited(what, function))
     try:
         await asyncio.wait({work}, timeout=max(seconds, 0))
         if work.done():
-            return work.result()
+            with authored(what):  # nobody has cancelled the work: a CancelledError in it is the author's
+                return work.result()
         work.cancel()
         if threaded:
             raise HungCall(late + " and still runs")
@@ -55,7 +75,7 @@ async def _awaited(what: str, function: Callable[[], Any]) -> Any:
     try:
         return await function()
     except (SystemExit, KeyboardInterrupt) as error:  # would end the worker, and every other episode in it
-        raise RuntimeError(f"{what} called exit ({error!r})") from error
+        raise RuntimeError(f"{what} raised {error!r}") from error
 
 
 async def _threaded(what: str, function: Callable[[], Any]) -> Any:
@@ -80,6 +100,6 @@ async def _threaded(what: str, function: Callable[[], Any]) -> Any:
     ok, value = await done
     if ok:
         return value
-    if isinstance(value, SystemExit | KeyboardInterrupt | StopIteration):
+    if isinstance(value, SystemExit | KeyboardInterrupt | StopIteration):  # no task may end with one of these
         raise RuntimeError(f"{what} raised {value!r}") from value
     raise value

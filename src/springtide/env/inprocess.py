@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from springtide.env.environment import Environment
+from springtide.env.guard import authored
 from springtide.env.registry import load_suite
 from springtide.env.runner import EpisodeRunner
 from springtide.env.session import EnvironmentUnavailable
@@ -51,7 +52,8 @@ class InProcessClient:
         return self._by_use[name]
 
     async def catalog(self, suite: str, split: str, level: str) -> tuple[TaskRef, ...]:
-        return tuple(task.ref for task in self.suite(suite).select(split, level))
+        with authored(f"{suite}.tasks"):
+            return tuple(task.ref for task in self.suite(suite).select(split, level))
 
     async def open(self, task: TaskRef, visit: int, member: int, retry: int, deadline_s: float) -> EpisodeRunner:
         suite = self.suite(task.suite)
@@ -59,7 +61,8 @@ class InProcessClient:
         try:
             async with asyncio.timeout(deadline_s):
                 shared = await self.shared(suite.environment)
-                environment = suite.environment(suite.task(task), shared)
+                with authored(f"{suite.name}.tasks or {suite.environment.__name__}"):
+                    environment = suite.environment(suite.task(task), shared)
                 return await EpisodeRunner.open(environment, session_id=session_id)
         except TimeoutError:
             raise EnvironmentUnavailable("setup", f"{session_id} did not start within {deadline_s:g} s") from None
@@ -98,9 +101,10 @@ class _Shared:
 
     async def _keep(self, environment: type[Environment]) -> None:
         try:
-            async with environment.shared() as value:
-                self._opened.set_result(value)
-                await self._leave.wait()
+            with authored(f"{self._name}.shared"):
+                async with environment.shared() as value:
+                    self._opened.set_result(value)
+                    await self._leave.wait()
         except Exception as error:  # author's code: any failure is the environment's
             if self._opened.done():
                 raise

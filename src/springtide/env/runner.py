@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from springtide.env.environment import Environment
-from springtide.env.guard import HungCall, guarded
+from springtide.env.guard import HungCall, authored, guarded
 from springtide.env.session import EnvironmentUnavailable, FinishReason, Observation
 from springtide.env.tools import BadArguments, ToolError
 from springtide.trace import Cause, Check, Limits, Message, Outcome, Status, ToolCall
@@ -124,7 +124,7 @@ class EpisodeRunner:
         try:
             await self._call("close", self.environment.close, self.limits.settle_s)
         except Exception as error:  # whatever an author's close does, the session is gone
-            log.warning("%s: close failed: %s", self.id, _describe(error))
+            log.warning("%s: close failed: %s", self.id, describe(error))
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
@@ -147,13 +147,14 @@ class EpisodeRunner:
             self.messages = _as_messages(opening, f"{type(self.environment).__name__}.start")
             if not self.messages:
                 raise TypeError(f"{type(self.environment).__name__}.start returned no message")
-            offered = list(self.environment.offered())
+            with authored(f"{type(self.environment).__name__}.offered"):
+                offered = list(self.environment.offered())
             for name in offered:
                 if name not in self.environment.tools:
                     raise ValueError(f"offered() names {name!r}; the tools are {', '.join(self.environment.tools)}")
         except Exception as error:  # author's code: any failure is the environment's
             log.warning("%s: start failed: %s", self.id, _trace(error))
-            raise EnvironmentUnavailable("setup", _describe(error)) from error
+            raise EnvironmentUnavailable("setup", describe(error)) from error
         self._offered = {name: self.environment.tools[name] for name in offered}
         self.tools = tuple(tool.schema for tool in self._offered.values())
 
@@ -296,7 +297,7 @@ class EpisodeRunner:
     def _fail(self, cause: Cause, error: Exception) -> None:
         log.warning("%s: environment error (%s): %s", self.id, cause, _trace(error))
         self._status = "environment_error"
-        self._error = Outcome("environment_error", cause=cause, detail=_describe(error))
+        self._error = Outcome("environment_error", cause=cause, detail=describe(error))
 
 
 _NOT_EXECUTED = "not executed: the episode has ended"
@@ -329,11 +330,15 @@ def _as_messages(value: Any, what: str) -> tuple[Message, ...]:
     return tuple(value)
 
 
-def _describe(error: BaseException) -> str:
+_NOT_THE_AUTHORS = ("springtide/env/", "/asyncio/")
+
+
+def describe(error: BaseException) -> str:
     """One line for an outcome: the error, and the line of the author's code it comes from."""
     text = str(error) if isinstance(error, HungCall | TimeoutError) else f"{type(error).__name__}: {error}"
-    frames = traceback.extract_tb(error.__traceback__)
-    place = next((f for f in reversed(frames) if "springtide/env/" not in f.filename), None)
+    converted = error.__cause__ is not None and not isinstance(error.__cause__, Exception)  # see guard.authored
+    frames = traceback.extract_tb((error.__cause__ if converted else error).__traceback__)  # type: ignore[union-attr]
+    place = next((f for f in reversed(frames) if not any(part in f.filename for part in _NOT_THE_AUTHORS)), None)
     return " ".join(text.split())[:500] + (f" ({place.filename.rsplit('/', 1)[-1]}:{place.lineno})" if place else "")
 
 
