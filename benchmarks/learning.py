@@ -133,7 +133,7 @@ async def _play_gold(config: Config, runtime: Runtime, directory: Path) -> list[
     async def play(visit: int, task: TaskRef) -> None:
         path = directory / f"gold-{visit:06d}.msgpack"
         async with gate:
-            summary = await play_once(runtime.pool, _spec(config, "gold", 1.0, None, task, visit, 0, 0), keep=path)
+            summary = await play_once(runtime.pool, EpisodeSpec.of(config, "gold", task, visit, 0, 0), keep=path)
         if summary.cause is not None or not summary.success:
             raise SystemExit(f"the gold of {task.id} does not succeed ({summary.status}: {summary.detail})")
         paths.append(str(path))
@@ -158,37 +158,13 @@ async def _evaluate(config: Config, runtime: Runtime, step: int) -> Json:
     for temperature, samples in ((config.rollout.temperature, options.samples), (0.0, 1)):
 
         def spec(task: TaskRef, visit: int, member: int, retry: int, t: float = temperature) -> EpisodeSpec:
-            return _spec(config, "eval", t, make_version(0, step), task, visit, member, retry)
+            version = make_version(0, step)
+            return EpisodeSpec.of(config, "eval", task, visit, member, retry, temperature=t, version=version)
 
         play = functools.partial(play_once, runtime.pool)
         results.append(await evaluate(tasks, play, spec, samples=samples, concurrency=_EPISODES))
     sampled, greedy = results
     return {suite: _figures(_fields(s), greedy.suites[suite].success) for suite, s in sampled.suites.items()}
-
-
-def _spec(
-    config: Config,
-    purpose: Any,
-    temperature: float,
-    version: int | None,
-    task: TaskRef,
-    visit: int,
-    member: int,
-    retry: int,
-) -> EpisodeSpec:
-    return EpisodeSpec(
-        task=task,
-        visit=visit,
-        member=member,
-        retry=retry,
-        purpose=purpose,
-        run_seed=config.run.seed,
-        temperature=temperature,
-        max_new_tokens=config.rollout.max_new_tokens,
-        context=config.model.context,
-        max_turns=config.rollout.max_turns,
-        version=version,
-    )
 
 
 def _fields(result: Any) -> Json:
@@ -215,7 +191,7 @@ def rl_cell(seed: int, sets: Sequence[str]) -> Cell:
 def supervised_cell(name: str, seed: int, factor: float, sets: Sequence[str]) -> Cell:
     """factor: learning rate, as a multiple of the preset's trainer.lr."""
     config = preset(*sets, f"run.seed={seed}")
-    program: list[Callable[..., Any]] = [train_supervised, _play_gold, _evaluate, _spec]
+    program: list[Callable[..., Any]] = [train_supervised, _play_gold, _evaluate]
     return _cell(name, config, program, supervised_lr=factor * config.trainer.lr)
 
 

@@ -244,6 +244,17 @@ def test_the_seed_decides_what_is_drawn_and_sampled() -> None:
     assert seeds[0] == seeds[1] != seeds[2]
 
 
+def test_every_purpose_plays_what_the_configuration_says(tmp_path: Path) -> None:
+    """Training, evaluation and gold were specified in five places; one that forgets a limit trains another thing."""
+    tables: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": 9, "max_turns": 3, "stale_probability": 0.5}
+    config = run_config(tmp_path, tmp_path, run={"seed": 5}, rollout=tables)
+    task = TaskRef("t", "s", "1", "train", "quick", 0, 0)
+    train = EpisodeSpec.of(config, "train", task, 1, 2, 3, stale_version=4)
+    assert train == EpisodeSpec(task, 1, 2, 3, "train", 5, 0.7, 9, 256, 3, None, 4, 0.5)
+    greedy = EpisodeSpec.of(config, "eval", task, 1, 2, 3, temperature=0.0, version=7)
+    assert greedy == EpisodeSpec(task, 1, 2, 3, "eval", 5, 0.0, 9, 256, 3, 7)
+
+
 def test_the_tool_format_can_be_forced(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path)
     assert load_chat(model).format.name == "hermes"

@@ -91,18 +91,7 @@ def evaluate(
         check_vocab(load_chat(path, config.model.tool_format), vocab_size(path))
 
     def spec(task: TaskRef, visit: int, member: int, retry: int) -> EpisodeSpec:
-        return EpisodeSpec(
-            task=task,
-            visit=visit,
-            member=member,
-            retry=retry,
-            purpose="eval",
-            run_seed=seed,
-            temperature=temperature,
-            max_new_tokens=config.rollout.max_new_tokens,
-            context=config.model.context,
-            max_turns=config.rollout.max_turns,
-        )
+        return EpisodeSpec.of(config, "eval", task, visit, member, retry, temperature=temperature)
 
     async def run() -> EvalResult:
         async with contextlib.AsyncExitStack() as stack:

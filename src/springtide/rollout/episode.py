@@ -17,10 +17,13 @@ from typing import Any, Literal
 import numpy as np
 
 from springtide.chat import Chat
+from springtide.config import Config
 from springtide.engine.protocol import EVALUATION, Engine, EngineError, Generation, Sampling
 from springtide.env.session import EnvClient, EnvironmentUnavailable, FinishReason, Session
 from springtide.trace import Cause, Message, Outcome, Status, TaskRef, Trajectory, Turn, sampling_seed, version_step
 from springtide.wire import ConnectionLost, DeadlineExceeded, record
+
+Purpose = Literal["train", "eval", "gold"]
 
 
 @record
@@ -36,7 +39,7 @@ class EpisodeSpec:
     visit: int
     member: int
     retry: int
-    purpose: Literal["train", "eval", "gold"]
+    purpose: Purpose
     run_seed: int
     temperature: float
     max_new_tokens: int
@@ -46,6 +49,37 @@ class EpisodeSpec:
     stale_version: int | None = None
     stale_probability: float = 0.0
     open_s: float = 120.0
+
+    @staticmethod
+    def of(
+        config: Config,
+        purpose: Purpose,
+        task: TaskRef,
+        visit: int,
+        member: int,
+        retry: int,
+        *,
+        temperature: float | None = None,
+        version: int | None = None,
+        stale_version: int | None = None,
+    ) -> EpisodeSpec:
+        """An episode under `config`, at the rollout's temperature unless another is given."""
+        rollout = config.rollout
+        return EpisodeSpec(
+            task=task,
+            visit=visit,
+            member=member,
+            retry=retry,
+            purpose=purpose,
+            run_seed=config.run.seed,
+            temperature=rollout.temperature if temperature is None else temperature,
+            max_new_tokens=rollout.max_new_tokens,
+            context=config.model.context,
+            max_turns=rollout.max_turns,
+            version=version,
+            stale_version=stale_version,
+            stale_probability=rollout.stale_probability if stale_version is not None else 0.0,
+        )
 
     @property
     def key(self) -> str:

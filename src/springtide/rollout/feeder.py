@@ -259,20 +259,9 @@ class Feeder:
         self, worker: RolloutWorker, task: TaskRef, visit: int, member: int, retry: int
     ) -> EpisodeSummary:
         config = self._config
-        spec = EpisodeSpec(
-            task=task,
-            visit=visit,
-            member=member,
-            retry=retry,
-            purpose="train",
-            run_seed=config.run.seed,
-            temperature=config.rollout.temperature,
-            max_new_tokens=config.rollout.max_new_tokens,
-            context=config.model.context,
-            max_turns=config.rollout.max_turns,
-            version=self._versions.current if config.weights.update_at == "episode" else None,
-            stale_version=self._versions.stale,
-            stale_probability=config.rollout.stale_probability,
+        pinned = self._versions.current if config.weights.update_at == "episode" else None
+        spec = EpisodeSpec.of(
+            config, "train", task, visit, member, retry, version=pinned, stale_version=self._versions.stale
         )
         worker.live += 1
         try:

@@ -150,7 +150,8 @@ class Driver:
 
         async def gold(visit: int, task: TaskRef) -> None:
             path = self.directory.trajectories / f"gold-{visit:06d}.msgpack"
-            summary = await play_once(self._runtime.pool, self._spec(task, visit, 0, 0, "gold", 1.0, None), keep=path)
+            spec = EpisodeSpec.of(self.config, "gold", task, visit, 0, 0)
+            summary = await play_once(self._runtime.pool, spec, keep=path)
             if summary.cause is not None or not summary.success:
                 raise BrokenRun(f"the gold solution of {task.id} does not succeed ({summary.status}: {summary.detail})")
             paths.append(str(path))
@@ -343,7 +344,9 @@ class Driver:
         shown: Counter[str] = Counter()
 
         def spec(task: TaskRef, visit: int, member: int, retry: int) -> EpisodeSpec:
-            return self._spec(task, visit, member, retry, "eval", temperature, version)
+            return EpisodeSpec.of(
+                self.config, "eval", task, visit, member, retry, temperature=temperature, version=version
+            )
 
         async def play(spec: EpisodeSpec) -> EpisodeSummary:
             shown[spec.task.suite] += spec.member == 0
@@ -353,24 +356,6 @@ class Driver:
 
         return await evaluate(
             tasks, play, spec, samples=samples, concurrency=total if self._synchronous else min(total, _EVAL_EPISODES)
-        )
-
-    def _spec(
-        self, task: TaskRef, visit: int, member: int, retry: int, purpose: Any, temperature: float, version: int | None
-    ) -> EpisodeSpec:
-        rollout = self.config.rollout
-        return EpisodeSpec(
-            task=task,
-            visit=visit,
-            member=member,
-            retry=retry,
-            purpose=purpose,
-            run_seed=self.config.run.seed,
-            temperature=temperature,
-            max_new_tokens=rollout.max_new_tokens,
-            context=self.config.model.context,
-            max_turns=rollout.max_turns,
-            version=version,
         )
 
     def _refuse(self, visits: tuple[int, ...], learned: dict[str, Any]) -> None:
