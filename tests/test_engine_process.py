@@ -24,6 +24,7 @@ from springtide.engine.protocol import Engine, EngineError, Sampling
 from springtide.env.inprocess import InProcessClient
 from springtide.process import start_process
 from springtide.rollout.episode import EpisodeSpec, play
+from springtide.weights.pins import Pins
 from springtide.weights.store import Canary, FingerprintMismatch, StoreError, WeightStore
 from springtide.wire import ConnectionLost, DeadlineExceeded, RemoteError
 
@@ -43,7 +44,7 @@ def publish(directory: Path, versions: int = 1) -> WeightStore:
     store = WeightStore(directory)
     for version in range(1, versions + 1):
         store.publish(version, tiny("qwen3", version - 1).tensors())
-        store.pin(version)
+        Pins(directory).add(version, "test")
     return store
 
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine_models import tiny
+from springtide.weights.pins import Pins
 from springtide.weights.store import Canary, FingerprintMismatch, StoreError, WeightStore
 
 
@@ -58,23 +59,21 @@ def test_weights_that_changed_on_the_way_are_refused_by_name(tmp_path, fault: st
 
 
 def test_the_newest_and_the_pinned_are_kept(tmp_path) -> None:
-    store, reader = WeightStore(tmp_path), WeightStore(tmp_path)
+    store, pins = WeightStore(tmp_path), Pins(tmp_path)
     store.publish(1, _weights())
-    reader.pin(1, "stale")
-    reader.pin(1, "eval")
+    pins.add(1, "stale")
+    pins.add(1, "eval")
     for version in range(2, 6):
         store.publish(version, _weights(version))
     assert store.versions() == (1, 4, 5)
-    reader.unpin(1, "eval")
+    pins.remove(1, "eval")
     store.collect()
     assert store.versions() == (1, 4, 5)
-    reader.unpin(1, "stale")
+    pins.remove(1, "stale")
     assert store.collect() == (1,)
     with pytest.raises(StoreError, match=r"version 1 .*\[4, 5\]"):
         store.load(1)
-    with pytest.raises(StoreError):
-        reader.pin(1)
-    assert store.pinned() == frozenset()
+    assert pins.versions() == frozenset()
 
 
 def test_a_version_names_one_set_of_weights(tmp_path) -> None:

@@ -117,7 +117,7 @@ def _decode(code: int, data: bytes) -> Any:
 # --- RPC -----------------------------------------------------------------------------------------------------------
 
 Handler = Callable[["Peer", str, dict[str, Any]], Awaitable[Any]]
-_CALL, _REPLY, _ERROR, _EVENT = 0, 1, 2, 3
+_CALL, _REPLY, _ERROR = 0, 1, 2
 
 
 async def _read(reader: asyncio.StreamReader) -> tuple[Any, ...]:
@@ -128,16 +128,13 @@ async def _read(reader: asyncio.StreamReader) -> tuple[Any, ...]:
 
 
 class Peer:
-    """One connection, seen from the server: send it events with `notify`. Never blocks the caller."""
+    """One connection, seen from the server: what a handler may keep state by."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
 
-    def notify(self, event: str, **payload: Any) -> None:
-        """Send an event without waiting. A lost connection is ignored: its reader notices."""
-        self._send((_EVENT, 0, event, payload))
-
     def _send(self, frame: tuple[Any, ...]) -> None:
+        # Never waits; a lost connection is ignored, its reader notices.
         if not self._writer.is_closing():
             data = pack(frame)
             self._writer.write(struct.pack("<I", len(data)) + data)
@@ -148,7 +145,6 @@ async def serve(
     path: str,
     handler: Handler,
     *,
-    on_connect: Callable[[Peer], None] | None = None,
     on_disconnect: Callable[[Peer], None] | None = None,
 ) -> AsyncIterator[None]:
     """Serve calls on the Unix socket `path` until the block ends. Calls of one peer run concurrently.
@@ -168,8 +164,6 @@ async def serve(
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = Peer(writer)
         running: set[asyncio.Task[None]] = set()
-        if on_connect:
-            on_connect(peer)
         try:
             while True:
                 _, number, method, payload = await _read(reader)
@@ -199,8 +193,6 @@ class Client:
         self._reader, self._writer, self.name = reader, writer, name
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Any]] = {}
-        self._on_event: Callable[[str, dict[str, Any]], None] | None = None
-        self._early: list[tuple[str, dict[str, Any]]] = []
         self.lost = asyncio.Event()
         self._task = asyncio.create_task(self._listen())
 
@@ -227,13 +219,6 @@ class Client:
             yield client
         finally:
             await client.close()
-
-    def on_event(self, callback: Callable[[str, dict[str, Any]], None]) -> None:
-        """Receive the server's events as `callback(event, payload)`, in order; earlier ones are delivered first."""
-        self._on_event = callback
-        for event, payload in self._early:
-            callback(event, payload)
-        self._early.clear()
 
     async def call(self, method: str, *, deadline_s: float, **payload: Any) -> Any:
         """Call and wait for the reply. Raises: RemoteError, ConnectionLost, DeadlineExceeded."""
@@ -262,12 +247,6 @@ class Client:
         try:
             while True:
                 kind, number, name, body = await _read(self._reader)
-                if kind == _EVENT:
-                    if self._on_event:
-                        self._on_event(name, body)
-                    else:
-                        self._early.append((name, body))
-                    continue
                 future = self._pending.get(number)
                 if future is None or future.done():
                     continue  # its caller's deadline passed

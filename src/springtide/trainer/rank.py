@@ -34,8 +34,7 @@ from springtide.trainer.step import Shape, Sums, accumulate_policy, accumulate_s
 from springtide.wire import Peer, serve
 
 METHODS = frozenset(
-    {"init", "train", "supervised", "cold_start", "reset_optimizer", "logprobs", "publish", "pull", "save", "forget"}
-    | {"export"}
+    {"init", "train", "supervised", "cold_start", "logprobs", "publish", "pull", "save", "forget", "export"}
 )
 _CANARY_TOKENS = 16  # ids of the prompt whose log-probs go with published weights
 

@@ -166,22 +166,9 @@ class WeightStore:
         """Kept versions, oldest first."""
         return tuple(sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit()))
 
-    def pin(self, version: int, owner: str = "run") -> None:
-        """Keep `version` until `owner` unpins it. Raises: StoreError if it is not there."""
-        self._pins.add(version, owner)
-        if not (self.directory / str(version)).exists():
-            self.unpin(version, owner)
-            raise self._gone(version)
-
-    def unpin(self, version: int, owner: str = "run") -> None:
-        self._pins.remove(version, owner)
-
-    def pinned(self) -> frozenset[int]:
-        return self._pins.versions()
-
     def collect(self) -> tuple[int, ...]:
         """Remove every version that is neither pinned nor among the newest; returns what was removed."""
-        keep = self.pinned() | frozenset(self.versions()[-_KEEP:])
+        keep = self._pins.versions() | frozenset(self.versions()[-_KEEP:])
         removed = tuple(v for v in self.versions() if v not in keep)
         for version in removed:
             # Renamed first, so that no reader opens a half-removed version; one that has it mapped keeps it.
@@ -190,10 +177,6 @@ class WeightStore:
                 os.rename(self.directory / str(version), grave)
                 shutil.rmtree(grave)
         return removed
-
-    def clear(self) -> None:
-        """Remove the whole store (the end of a run)."""
-        shutil.rmtree(self.directory, ignore_errors=True)
 
     def _gone(self, version: int) -> StoreError:
         return StoreError(f"version {version} is not in {self.directory}; there: {list(self.versions())}")
