@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from springtide.config import Config
+from springtide.config import Config, ConfigError
 from springtide.engine.protocol import EngineStats
 from springtide.env.local import LocalClient, LocalRunner
 from springtide.runtime.ranks import Pool, Rank, keep_alive
@@ -115,14 +115,16 @@ class Runtime:
 async def open_runtime(
     config: Config, run: Path, model_dir: Path, *, checkpoint: Path | None
 ) -> AsyncIterator[Runtime]:
-    """Start every process of the run, together. The trainer holds `checkpoint`, or the model where there is none."""
+    """Start every process of the run, together. The trainer holds `checkpoint`, or the model where there is none.
+
+    Raises: ConfigError (before anything starts), ProcessFailed.
+    """
     start_s = config.runtime.start_s
     weights = weights_directory(run, Path(config.weights.dir) if config.weights.dir else None)
+    _empty(weights)
     tree = config.model_dump(mode="json")
     sockets = tempfile.TemporaryDirectory(prefix="springtide-")
     env = LocalRunner(tuple(s.use for s in config.suites), config.runtime.env_workers, run / "logs", start_s=start_s)
-    shutil.rmtree(weights, ignore_errors=True)  # what a killed driver of this run left; this lock holder owns it
-    weights.mkdir(parents=True)
 
     def rank(name: str, entry: str, args: dict[str, Any], *, restart: bool, **more: Any) -> Rank:
         return Rank(
@@ -214,3 +216,14 @@ def weights_directory(run: Path, configured: Path | None) -> Path:
         return run / "weights"
     tag = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]  # two runs of one name must not meet
     return (configured or shared / f"springtide-{os.getuid()}") / f"{run.name}-{tag}"
+
+
+def _empty(weights: Path) -> None:
+    """Make the run's own `weights` directory, without what a killed driver of this run left: we hold the run's lock."""
+    try:
+        if weights.exists():
+            shutil.rmtree(weights)
+        weights.mkdir(parents=True)
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"weights.dir: cannot write {weights}: {why}; name a directory that can be written") from None
