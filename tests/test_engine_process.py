@@ -222,6 +222,22 @@ async def test_the_canary_notices_that_engine_and_trainer_compute_differently(tm
 
 
 @asynchronous
+async def test_weights_that_are_not_finite_are_refused_by_name_and_not_as_a_mismatch(tmp_path) -> None:
+    broken = {name: tensor.clone() for name, tensor in tiny().tensors().items()}
+    broken["model.layers.1.mlp.up_proj.weight"][3, 3] = float("nan")
+    canary = Canary(tuple(PROMPT.tolist()), (float("nan"),) * (len(PROMPT) - 1))
+    async with local(tmp_path) as engine:
+        await engine.load(1)
+        engine.store.publish(2, broken, canary)
+        engine.store.publish(3, tiny().tensors(), canary)
+        with pytest.raises(EngineError, match=r"version 2: model\.layers\.1\.mlp\.up_proj\.weight .*not finite"):
+            await engine.load(2)
+        with pytest.raises(EngineError, match=r"version 3: the publisher's own .*not finite"):
+            await engine.load(3)
+        assert engine.core.newest == 1
+
+
+@asynchronous
 async def test_episodes_of_an_evaluation_go_before_training_in_the_engine(tiny_model, tmp_path) -> None:
     suite = f"{Path(__file__).with_name('talk.py')}:NoSleepers"
     settings = EngineSettings(str(tiny_model), str(tmp_path), kv_tokens=4096)

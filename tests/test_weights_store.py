@@ -129,3 +129,23 @@ def test_the_fingerprint_covers_integers_and_empty_tensors(tmp_path) -> None:
     loaded = store.load(1)
     assert loaded["e"].shape == (0, 3)
     np.testing.assert_array_equal(loaded["i"].numpy(), np.arange(5))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_broken_weights_are_what_was_published_and_are_named(tmp_path, value: float) -> None:
+    store = WeightStore(tmp_path)
+    tensors = {**_weights(), "z.bias": torch.tensor([0.0, value, -value])}
+    assert store.publish(1, tensors).not_finite() == "z.bias"
+    assert store.fingerprint(1).not_finite() == "z.bias"
+    assert torch.equal(store.load(1)["z.bias"].isfinite(), tensors["z.bias"].isfinite())
+    assert store.publish(2, _weights()).not_finite() is None
+
+
+def test_a_value_that_became_nan_on_the_way_is_refused(tmp_path) -> None:
+    store = WeightStore(tmp_path)
+    store.publish(1, _weights())
+    tensors = load_file(tmp_path / "1" / "weights.safetensors")
+    tensors["a.weight"][-1, -1] = float("nan")
+    save_file(tensors, tmp_path / "1" / "weights.safetensors")
+    with pytest.raises(FingerprintMismatch, match=r"a\.weight differs.* sum nan"):
+        store.load(1)

@@ -248,7 +248,8 @@ class LocalEngine:
     # --- weights ----------------------------------------------------------------------------------------------
 
     async def load(self, version: int) -> None:
-        """See `Engine.load`. Raises: StoreError, FingerprintMismatch, EngineError if every slot is pinned."""
+        """See `Engine.load`. Raises: StoreError, FingerprintMismatch; EngineError if every slot is pinned or a weight
+        is not finite."""
         async with self._loading:
             if version not in self.core.decoders:
                 await self._make_slot()
@@ -262,7 +263,12 @@ class LocalEngine:
         decoder = Decoder(
             self.config, self.store.load(version), dtype=self.settings.torch_dtype, device=self.settings.device
         )
-        canary = self.store.fingerprint(version).canary
+        fingerprint = self.store.fingerprint(version)
+        canary = fingerprint.canary
+        broken = fingerprint.not_finite()
+        if broken or (canary is not None and not np.isfinite(canary.logprobs).all()):
+            what = f"{broken} holds values" if broken else "the publisher's own log-probs of the canary are values"
+            raise EngineError(f"version {version}: {what} that are not finite: training broke its weights")
         if canary is not None:
             found = sequence_logprobs(decoder, torch.tensor(canary.ids))
             gap = (found.cpu() - torch.tensor(canary.logprobs)).abs().max().item()
