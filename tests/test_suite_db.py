@@ -10,9 +10,11 @@ import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -360,6 +362,69 @@ def test_a_small_change_of_a_large_number_is_seen() -> None:
     assert not same_answer([(11_170_335,)], [(11_170_334,)], ordered=True)
     assert same_answer([(0.1 + 0.2,)], [(0.3,)], ordered=True) and same_answer([(2.0,)], [(2,)], ordered=True)
     assert not same_answer([("2",)], [(2,)], ordered=True)
+
+
+# --- beside other episodes --------------------------------------------------------------------------------------------
+
+_COUNT = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c{limit}) SELECT SUM(x) FROM c"
+
+
+async def turns_of_the_loop(work: Awaitable[Any]) -> tuple[Any, int]:
+    """What `work` gives, and how often the event loop turned meanwhile, at most once a millisecond."""
+    task, turns = asyncio.ensure_future(work), 0
+    while not task.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    return task.result(), turns
+
+
+def test_slow_statements_and_slow_judging_leave_the_event_loop_to_other_episodes() -> None:
+    async def main() -> None:
+        index = next(i for i, q in enumerate(questions("standard", "train")) if not q.writes)
+        async with InProcessClient([SUITE]) as client:
+            session = await client.open(SUITE.tasks("train", "standard")[index].ref, 0, 0, 0, 60.0)
+
+            async def ask(number: int, name: str, sql: str) -> tuple[str, int]:
+                call = ToolCall("c", name, json.dumps({"sql": sql}))
+                seen, turns = await turns_of_the_loop(session.act(Message("assistant", "", (call,)), number))
+                return seen.messages[0].text, turns
+
+            table = (await ask(0, "execute_sql", "PRAGMA table_list"))[0].split()[0]
+            column = (await ask(1, "execute_sql", f"PRAGMA table_info({table})"))[0].split()[0]
+            slow = f"UPDATE {table} SET {column} = {column} WHERE ({_COUNT.format(limit=' LIMIT 40000')}) > 0"
+            text, turns = await ask(2, "execute_sql", slow)
+            assert text.endswith("rows changed") and turns >= 8, (text, turns)
+            gold = await session.author_gold()
+            assert gold is not None
+            await session.act(Message("assistant", "", (gold[-1],)), 3)
+            outcome, turns = await turns_of_the_loop(session.finish("done"))  # replays it on all three copies
+            assert outcome.success and turns >= 16, (outcome, turns)
+            await session.close()
+
+    asyncio.run(main())
+
+
+def test_closing_a_database_ends_the_statement_that_another_thread_runs_on_it() -> None:
+    guarded = GuardedConnection(connect(), Caps(instructions=10**12))
+    said: list[str] = []
+    began = threading.Event()
+
+    def run() -> None:
+        began.set()
+        try:
+            said.append(guarded.show(_COUNT.format(limit="")))
+        except SqlError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    began.wait()
+    time.sleep(0.05)
+    guarded.close()
+    thread.join(10)
+    assert said == ["Error: interrupted"]
+    with pytest.raises(SqlError, match="closed database"):
+        guarded.show("SELECT 1")
 
 
 # --- the guard --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """`DatabaseTasks`: questions about, and changes to, an SQLite database whose schema the policy must find out.
 
 Owns: one episode. Invariants: the task is made from its seed and its recipe alone; the policy works on the original,
-never on the copies it is judged by; what it writes is replayed there.
+never on the copies it is judged by; what it writes is replayed there; every statement, the judge's too, runs in a
+thread (all methods are plain `def`), so a slow one delays no other episode of the worker.
 Called by: environment workers, through `SUITE`.
 """
 
@@ -84,7 +85,7 @@ class DatabaseTasks(Environment):
         """The databases of a worker process."""
         yield Library()
 
-    async def start(self) -> str:
+    def start(self) -> str:  # type: ignore[override]  # see the module: all of it runs in threads
         """Open the database; the instruction tells nothing of its schema."""
         task = self.task
         self._database: GuardedConnection | None = None
@@ -97,7 +98,7 @@ class DatabaseTasks(Environment):
         return self._question.text if task.level == "quick" else _PREFACE + self._question.text
 
     @tool
-    async def execute_sql(self, sql: str) -> str:
+    def execute_sql(self, sql: str) -> str:
         """Run one SQL statement on the database and see its result.
 
         sql: one SQLite statement; PRAGMA table_list lists tables, PRAGMA table_info(t) lists columns
@@ -105,7 +106,7 @@ class DatabaseTasks(Environment):
         return self._run(sql)
 
     @tool(final=True)
-    async def commit_final_answer(self, sql: str) -> str:
+    def commit_final_answer(self, sql: str) -> str:
         """Submit the SQL statement whose result is the answer, or that makes the change. Ends the task.
 
         sql: one SQLite statement; it is also run on databases with other values, so it must not be a constant
@@ -129,7 +130,7 @@ class DatabaseTasks(Environment):
             database.touched |= before
         return text
 
-    async def score(self) -> Outcome:
+    def score(self) -> Outcome:  # type: ignore[override]
         """1 if gold and the committed statement agree on all three copies, else 0."""
         if self._committed is None:
             check = Check("committed", 0.0, evidence="no statement was committed")
@@ -139,12 +140,13 @@ class DatabaseTasks(Environment):
         success = all(right for right, _ in seen)
         return Outcome("completed", float(success), success, checks)
 
-    async def gold(self) -> list[tuple[str, dict[str, Any]]]:
+    def gold(self) -> list[tuple[str, dict[str, Any]]]:  # type: ignore[override]
         """List the tables, list the columns of those needed, look up what is needed, commit."""
         calls = [("execute_sql", {"sql": sql}) for sql in self._question.lookups]
         return [*calls, ("commit_final_answer", {"sql": self._question.answer})]
 
-    async def close(self) -> None:
+    def close(self) -> None:  # type: ignore[override]
+        """Ends a statement that still runs: an episode may be closed in the middle of one."""
         database = getattr(self, "_database", None)
         if database is not None:
             database.close()

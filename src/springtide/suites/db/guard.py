@@ -3,7 +3,8 @@
 Owns: the authorizer, the instruction budget, size limits, the rendering of results. Invariants: no statement reads or
 writes outside the in-memory database, changes its schema or its settings; a statement ends after a fixed number of
 virtual-machine instructions, so that the limit does not depend on the machine's load (processor time is a second net);
-a result is never longer than its limits. Everything a statement can do wrong is one `SqlError`.
+a result is never longer than its limits; any thread may run a statement, one at a time, and closing ends the one that
+runs. Everything a statement can do wrong is one `SqlError`.
 Called by: `environment` (the policy's calls), `judge` (replay on the copies).
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +28,9 @@ _PRAGMAS = {"table_info", "table_xinfo", "table_list", "foreign_key_list", "inde
 _NO_FUNCTIONS = {
     "load_extension", "random", "randomblob", "sqlite_version", "sqlite_source_id", "zeroblob", "printf", "format",
 }  # fmt: skip
-_STEP = 200  # instructions between two looks at the budget
+# Instructions between two looks at the budget. A look takes the interpreter lock, for which a thread may wait one
+# whole switch interval of its worker (1 ms): at most 4,000 looks a statement keep that below the deadline of a call.
+_STEP = 500
 # A text function compares up to length squared bytes in one instruction: short values keep that to milliseconds, and
 # processor time stops what still adds up.
 _LONGEST_VALUE = 10_000
@@ -67,6 +71,7 @@ class GuardedConnection:
         self._writing: set[str] = set()
         self._left, self._until = 0, 0.0
         self._refused = ""
+        self._running = threading.Lock()
         connection.text_factory = lambda data: data.decode("utf-8", "replace")
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
@@ -78,6 +83,10 @@ class GuardedConnection:
 
     def run(self, sql: str, max_rows: int) -> Result:
         """Run one statement and fetch at most `max_rows` rows. Raises: SqlError."""
+        with self._running:
+            return self._run(sql, max_rows)
+
+    def _run(self, sql: str, max_rows: int) -> Result:
         self._left, self._refused = self._caps.instructions // _STEP, ""
         self._until = time.thread_time() + _MOST_CPU_S
         self._writing = set()
@@ -101,7 +110,10 @@ class GuardedConnection:
         return render(sql, result, self._caps)
 
     def close(self) -> None:
-        self._connection.close()
+        """Close the database; a statement that another thread runs on it ends with an error first."""
+        self._connection.interrupt()
+        with self._running:
+            self._connection.close()
 
     def _authorize(
         self, action: int, first: str | None, second: str | None, where: str | None, inner: str | None
