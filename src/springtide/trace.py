@@ -45,6 +45,13 @@ def sampling_seed(run_seed: int, purpose: str, task_id: str, visit: int, member:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
+def common_start(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens two id arrays begin with together."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
+
+
 @record
 @dataclass(frozen=True, slots=True)
 class Limits:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from springtide.trace import common_start
+
 if TYPE_CHECKING:
     from springtide.chat.conversation import Conversation
     from springtide.chat.model import Chat
@@ -51,9 +53,7 @@ def measure_drift(conversation: Conversation) -> Drift:
         theirs = theirs[: len(ours)]
     if np.array_equal(ours, theirs):
         return Drift("none")
-    shared = min(len(ours), len(theirs))
-    unequal = np.flatnonzero(ours[:shared] != theirs[:shared])
-    at = int(unequal[0]) if len(unequal) else shared
+    at = common_start(ours, theirs)
     equal_text = chat.decode(ours) == chat.decode(theirs)
     here = slice(max(0, at - _AROUND), at + _AROUND)
     inside = any(t.segment == conversation.segment and t.start <= at < t.end for t in conversation.turns)

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from springtide.trace import common_start
 from springtide.trainer.data import Row
 
 # The cost of a padded attention row's token against a node's, and of one more micro-batch, in nodes. Measured on a
@@ -39,7 +40,7 @@ def plan(rows: Sequence[np.ndarray], micro_tokens: int) -> list[list[int]]:
     order = sorted(range(len(rows)), key=lambda i: (_sort_key(rows[i]), i))
     n = len(order)
     sizes = [len(rows[i]) for i in order]
-    shared = [0] + [common_prefix(rows[a], rows[b]) for a, b in itertools.pairwise(order)]
+    shared = [0] + [common_start(rows[a], rows[b]) for a, b in itertools.pairwise(order)]
     best, cut = [0.0] * (n + 1), [0] * (n + 1)  # best[i]: least cost of the first i; the last batch is [cut[i], i)
     for end in range(1, n + 1):
         best[end] = float("inf")
@@ -61,13 +62,6 @@ def plan(rows: Sequence[np.ndarray], micro_tokens: int) -> list[list[int]]:
         batches.append(order[cut[end] : end])
         end = cut[end]
     return batches[::-1]
-
-
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens `a` and `b` begin with together."""
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n
 
 
 def _sort_key(ids: np.ndarray) -> bytes:
@@ -108,7 +102,7 @@ def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
     ids, positions, scatter = [], [], []
     nodes = 0
     for i, r in enumerate(rows):
-        known = common_prefix(r.ids, rows[i - 1].ids) if i else 0
+        known = common_start(r.ids, rows[i - 1].ids) if i else 0
         gather[i, :known] = gather[i - 1, :known]
         new = len(r) - known
         gather[i, known : len(r)] = np.arange(nodes, nodes + new)

@@ -20,10 +20,11 @@ import numpy as np
 import torch
 
 from springtide.engine.local.kernels import PagedKernels, Pass, sample_rows, target_logprobs
-from springtide.engine.local.kv import BLOCK, Admission, KVCache, common
+from springtide.engine.local.kv import BLOCK, Admission, KVCache
 from springtide.engine.local.sampling import uniforms
 from springtide.engine.protocol import EngineError, Generation, Sampling
 from springtide.models.decoder import Decoder
+from springtide.trace import common_start
 
 Done = Callable[[Generation | EngineError], None]
 
@@ -302,7 +303,7 @@ class EngineCore:
         ids = self._leaders.get((request.prefix, version))
         if ids is None:
             return False
-        return common(ids, request.ids) > self.cache.cached_start(request.session, request.ids, version)
+        return common_start(ids, request.ids) > self.cache.cached_start(request.session, request.ids, version)
 
     def _open(self, request: Request, admission: Admission, version: int) -> None:
         slot = self.slots.free.pop()

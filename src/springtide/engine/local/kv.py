@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from springtide.trace import common_start
+
 _STARTS = 4096  # group starts remembered for counting; far more than groups in flight
 BLOCK = 16  # tokens a block: one cache line of float32 a row, and at most 15 tokens copied for a shared start
 
@@ -112,7 +114,7 @@ class KVCache:
         record = self.sessions.get(session)
         if record is None or record.version != version:
             return 0
-        return min(record.kv, common(record.ids, ids))
+        return min(record.kv, common_start(record.ids, ids))
 
     def admit(
         self,
@@ -130,12 +132,12 @@ class KVCache:
         """
         record = self.sessions.get(session) or Record()
         length = len(ids)
-        known = common(record.ids, ids)
+        known = common_start(record.ids, ids)
         start = min(record.kv, known, length - 1) if record.version == version else 0
         entry = self.prefixes.get((prefix, version)) if prefix is not None else None
         hidden = None
         if entry is not None:
-            shared = common(entry.ids, ids)
+            shared = common_start(entry.ids, ids)
             if share_last and shared == length == len(entry.ids) and entry.hidden is not None:
                 hidden = entry.hidden
             else:
@@ -178,7 +180,7 @@ class KVCache:
         computed, recomputed = self._count(record, known, start, length)
         if prefix is not None and prefix in self._starts:
             group_ids, group_version = self._starts[prefix]
-            again = max(0, common(group_ids, ids) - start)
+            again = max(0, common_start(group_ids, ids) - start)
             if again > recomputed:
                 recomputed, cause = again, cause or ("version" if group_version != version else "evicted")
         record.ids, record.kv, record.blocks, record.version = ids, start, keep + fresh, version
@@ -264,10 +266,3 @@ class KVCache:
             self._lose(record, "evicted")
             for key in [k for k, entry in self.prefixes.items() if entry is record]:
                 del self.prefixes[key]
-
-
-def common(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the common start of two id arrays."""
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if len(differ) else n
