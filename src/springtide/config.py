@@ -74,7 +74,9 @@ class GroupTable(Table):
         None, description="a group at its deadline is trained from this many; default n"
     )
     retries: int = Field(2, ge=0, description="fresh environments for a member lost to an environment error")
-    deadline_s: Seconds = Field(300.0, description="from a group's first start; then trained or dropped")
+    deadline_s: Seconds = Field(
+        300.0, description="from a group's first start, evaluations aside; then trained or dropped"
+    )
 
 
 class Rollout(Table):

@@ -2,7 +2,7 @@
 
 Owns: every group between its draw and its readiness, retries of lost members, and the record of events. Invariants:
 a visit ends in the ledger exactly once; its file is durable before it is ready; a member lost to a killed process is
-played again without using up a retry; a group never outlives its deadline.
+played again without using up a retry; a group never outlives its deadline, which stands still during evaluations.
 Called by: the driver, as one long task beside the training loop.
 """
 
@@ -22,14 +22,16 @@ from springtide.config import Config
 from springtide.ledger import Ledger
 from springtide.process import root_cause
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
+from springtide.rollout.playtime import PlayTime
 from springtide.rollout.pool import RolloutWorker, WorkerPool
 from springtide.schedule.policies import Policy
-from springtide.schedule.readiness import Abort, Admit, Admitted, Dropped, Event, Readiness, Ready
+from springtide.schedule.readiness import Abort, Admit, Admitted, Dropped, Evaluation, Event, Readiness, Ready
 from springtide.schedule.sampling import UniformSampler
 from springtide.trace import TaskRef, version_step
 from springtide.wire import ConnectionLost, DeadlineExceeded, RemoteError
 
 _BROKEN_AFTER = 64  # episodes of a suite that failed in a row: the environment is broken, not unlucky
+_EPISODE_S = 86400.0  # only a bound: the group's deadline ends its episodes
 _CONTROL_S = 60.0  # deadline of a short call to a rollout worker
 _LEAVE_S = 5.0  # the same, of a group that is given up
 _PAUSE_S = 2.0  # at most, before a member whose retries are used up is replaced: the trainer may be waiting for it
@@ -97,6 +99,7 @@ class Feeder:
         self._given_up: dict[int, str] = {}  # groups that are being cancelled, and why
         self._draws = ledger.draws()
         self._next_visit = ledger.next_visit()
+        self._play_time = PlayTime()
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
         self._failed_in_a_row: Counter[str] = Counter()
@@ -126,6 +129,8 @@ class Feeder:
         """The one way in for events: state, record, wake."""
         self._state.apply(event)
         self._record(event)
+        if isinstance(event, Evaluation):
+            self._play_time.stand_still(event.running)
         self._wake.set()
         self._changed.set()
 
@@ -207,7 +212,7 @@ class Feeder:
     # --- one group --------------------------------------------------------------------------------------------------
 
     async def _group(self, visit: int, task: TaskRef) -> None:
-        deadline = asyncio.get_running_loop().time() + self._config.rollout.group.deadline_s
+        deadline = self._play_time.now() + self._config.rollout.group.deadline_s
         try:
             while True:
                 worker = await self._pool.acquire()
@@ -247,7 +252,7 @@ class Feeder:
                     await asyncio.sleep(min(_PAUSE_S, 0.1 * 2 ** (failures - self._config.rollout.group.retries)))
 
         with contextlib.suppress(TimeoutError):  # what is present at the deadline is what the group has
-            async with asyncio.timeout_at(deadline):
+            async with self._play_time.timeout_at(deadline):
                 try:
                     async with asyncio.TaskGroup() as tasks:
                         for number in range(self._config.rollout.group.n):
@@ -265,9 +270,7 @@ class Feeder:
         )
         worker.live += 1
         try:
-            summary: EpisodeSummary = await worker.call(
-                "episode", deadline_s=config.rollout.group.deadline_s + 60, spec=spec
-            )
+            summary: EpisodeSummary = await worker.call("episode", deadline_s=_EPISODE_S, spec=spec)
         except ConnectionLost as error:
             self._ledger.attempt(
                 visit, member, retry, status="environment_error", cause="worker_lost", detail=str(error), killed=True

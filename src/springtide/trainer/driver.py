@@ -172,9 +172,9 @@ class Driver:
                 self._feeder.hold(False)
                 feeder = tasks.create_task(self._feeder.run(), name="feeder")
                 yield
-                await self._join_evaluation()
                 self._feeder.hold(True)
-                await self._feeder.end("run_ended")
+                await self._feeder.end("run_ended")  # first: what nobody will train must not slow the evaluation
+                await self._join_evaluation()
                 feeder.cancel()
         except BaseExceptionGroup as group:
             raise root_cause(group) from None
@@ -188,7 +188,8 @@ class Driver:
             blocked = self._policy.blocked(self._state)
             self.metrics.waiting(choice.reason, blocked)
             with self._clock.measure(f"wait_{choice.cause}"):
-                if not await self._feeder.changed(patience):
+                # During an evaluation groups may wait for long, as it does not count against their deadlines.
+                if not await self._feeder.changed(patience) and not self._state.evaluating:
                     raise StuckRun(f"nothing happened for {patience:g} s: {choice.reason}; admission: {blocked}")
         self._feeder.apply(StepStarted(time.time(), choice.visits))
         return choice.visits
@@ -301,7 +302,7 @@ class Driver:
             await self._runtime.pin(version)
             assert self._tasks is not None
             self._pending_eval = self._tasks.create_task(self._evaluate(f"step {step}", version, step, pinned=True))
-        self._feeder.hold(False)
+        self._feeder.hold(self.finished)
 
     async def summarise(self) -> Summary:
         """Write and return the run's summary."""

@@ -1,0 +1,117 @@
+"""Groups between their draw and their readiness, over a pool that answers as told."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.run_support import run_config
+
+from springtide.config import Config
+from springtide.ledger import Ledger
+from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
+from springtide.rollout.feeder import Feeder, Versions
+from springtide.rollout.playtime import PlayTime
+from springtide.schedule.policies import Bounds, make_policy
+from springtide.schedule.readiness import Dropped, Evaluation, Readiness, Ready
+from springtide.schedule.sampling import UniformSampler
+from springtide.trace import TaskRef
+
+TASK = TaskRef("t", "s", "1", "train", "quick", 0, 0)
+
+
+def finished(spec: EpisodeSpec, **changes: Any) -> EpisodeSummary:
+    """A member that won if its number is odd."""
+    values: dict[str, Any] = {
+        "visit": spec.visit, "member": spec.member, "retry": spec.retry, "status": "completed",
+        "reward": float(spec.member % 2), "success": spec.member % 2 == 1, "cause": None, "detail": "",
+        "loss_tokens": 5, "generated": 5, "tokens": 9, "turns": 1, "cut_turns": 0, "stale_steps": (), "birth": 0,
+        "queue_s": 0.0, "decode_s": 0.0, "env_s": 0.0, "wall_s": 0.0,
+    }  # fmt: skip
+    return EpisodeSummary(**{**values, **changes})
+
+
+class Told:
+    """A pool of one worker: `episode` says how an episode goes, `calls` what else was asked of it."""
+
+    live = 0
+
+    def __init__(self, episode: Callable[[EpisodeSpec], Awaitable[EpisodeSummary]]) -> None:
+        self._episode = episode
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    async def acquire(self) -> Told:
+        return self
+
+    async def call(self, method: str, *, deadline_s: float, **payload: Any) -> Any:
+        if method == "episode":
+            return await self._episode(payload["spec"])
+        self.calls.append((method, payload))
+        return 0
+
+
+def one_group(tmp_path: Path, pool: Told, events: list[Any], **group: Any) -> tuple[Config, Feeder]:
+    config = run_config(
+        tmp_path, tmp_path, rollout={"group": {"n": 2, **group}, "concurrency": 1}, staleness={"bound": 0},
+        trainer={"groups": 1},
+    )  # fmt: skip
+    feeder = Feeder(
+        config, ledger=Ledger(tmp_path / "ledger.sqlite"), state=Readiness({"s": 1.0}),
+        policy=make_policy("fixed_split", Bounds(1, 1, 0)), samplers={"s": UniformSampler("s", [TASK], 0)}, pool=pool,
+        versions=Versions(0), directory=tmp_path, note=lambda text: None, record=lambda event: events.append(event),
+    )  # fmt: skip
+    return config, feeder
+
+
+@pytest.mark.parametrize(("evaluated_s", "ends"), [(0.5, Ready), (0.0, Dropped)])
+def test_an_evaluation_beside_training_brings_no_group_closer_to_its_deadline(
+    tmp_path: Path, evaluated_s: float, ends: type
+) -> None:
+    """Groups that an evaluation starved of the engine were dropped, their tokens with them."""
+
+    async def episode(spec: EpisodeSpec) -> EpisodeSummary:
+        await asyncio.sleep(0.6)
+        return finished(spec)
+
+    events: list[Any] = []
+    _, feeder = one_group(tmp_path, Told(episode), events, deadline_s=0.3)
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(feeder.run())
+            await asyncio.sleep(0.05)
+            if evaluated_s:
+                feeder.apply(Evaluation(time.time(), True))
+                await asyncio.sleep(evaluated_s)
+                feeder.apply(Evaluation(time.time(), False))
+            while not any(isinstance(event, (Ready, Dropped)) for event in events):
+                await asyncio.sleep(0.01)
+            running.cancel()
+
+    asyncio.run(run())
+    assert isinstance(next(e for e in events if isinstance(e, (Ready, Dropped))), ends)
+
+
+def test_play_time_goes_on_where_it_stood_and_ends_waits_by_its_own_count() -> None:
+    async def run() -> list[float]:
+        clock = PlayTime()
+        begun = clock.now()
+        clock.stand_still(True)
+        clock.stand_still(True)
+        await asyncio.sleep(0.1)
+        stood = clock.now() - begun
+        started = time.monotonic()
+        asyncio.get_running_loop().call_later(0.1, clock.stand_still, False)
+        with pytest.raises(TimeoutError):
+            async with clock.timeout_at(clock.now() + 0.1):
+                await asyncio.sleep(5)
+        return [stood, time.monotonic() - started, clock.now() - begun]
+
+    stood, waited, played = asyncio.run(run())
+    assert stood == pytest.approx(0.0, abs=0.01)
+    assert waited == pytest.approx(0.2, abs=0.05)
+    assert played == pytest.approx(0.1, abs=0.05)
