@@ -87,11 +87,15 @@ class Broken:
 
 
 @pytest.mark.parametrize(
-    ("error", "killed"),
-    [(DeadlineExceeded("late"), False), (EngineError("no room"), False), (ConnectionLost("gone"), True)],
+    ("error", "cause", "killed"),
+    [
+        (DeadlineExceeded("late"), "infrastructure", False),
+        (EngineError("engine lost: a refusal's words decide nothing"), "infrastructure", False),
+        (ConnectionLost("gone"), "worker_lost", True),
+    ],
 )
 def test_a_failed_generation_costs_one_attempt_and_not_the_run(
-    tiny_model: Path, error: Exception, killed: bool
+    tiny_model: Path, error: Exception, cause: str, killed: bool
 ) -> None:
     """slime#1562: one rollout's time-out ended the run; TRL PR#7176: one failed generation killed the worker."""
 
@@ -102,9 +106,9 @@ def test_a_failed_generation_costs_one_attempt_and_not_the_run(
             engine = Broken(error)
             spec = EpisodeSpec(ref, 0, 0, 0, "train", 0, 1.0, 5, 256)
             outcome = await play(spec, env, engine, load_chat(tiny_model))  # type: ignore[arg-type]
-            assert (outcome.outcome.status, outcome.outcome.cause) == ("environment_error", "infrastructure")
+            assert (outcome.outcome.status, outcome.outcome.cause) == ("environment_error", cause)
             assert outcome.outcome.reward is None
-            assert summarise(outcome, 0.0, generated=5).killed == killed, "a killed engine uses up no retry"
+            assert summarise(outcome, generated=5).killed == killed, "a killed engine uses up no retry"
             assert engine.released > 0
 
     asyncio.run(run())
@@ -125,7 +129,7 @@ def test_a_stale_turn_whose_version_is_gone_is_not_called_stale(tiny_model: Path
             spec = EpisodeSpec(ref, 0, 0, 0, "train", 0, 1.0, 5, 256, stale_version=4, stale_probability=1.0)
             t = await play(spec, env, Newest(EngineError("")), load_chat(tiny_model))  # type: ignore[arg-type]
             assert [turn.policy for turn in t.turns] == ["stale", "current", "current"]
-            assert summarise(t, 0.0).stale_steps == (4,)
+            assert summarise(t).stale_steps == (4,)
             assert t.oldest_version() == 9
 
     asyncio.run(run())

@@ -30,7 +30,7 @@ def finished(spec: EpisodeSpec, **changes: Any) -> EpisodeSummary:
         "visit": spec.visit, "member": spec.member, "retry": spec.retry, "status": "completed",
         "reward": float(spec.member % 2), "success": spec.member % 2 == 1, "cause": None, "detail": "",
         "loss_tokens": 5, "generated": 5, "tokens": 9, "turns": 1, "cut_turns": 0, "stale_steps": (), "birth": 0,
-        "queue_s": 0.0, "decode_s": 0.0, "env_s": 0.0, "wall_s": 0.0,
+        "queue_s": 0.0, "decode_s": 0.0, "env_s": 0.0,
     }  # fmt: skip
     return EpisodeSummary(**{**values, **changes})
 

@@ -18,7 +18,6 @@ from springtide.trace import Message
 
 async def play_endpoint(spec: EpisodeSpec, env: EnvClient, endpoint: ChatEndpoint) -> EpisodeSummary:
     """Play one episode and say how it ended. `tokens` is what the server counted."""
-    started = time.monotonic()
     try:
         session = await env.open(spec.task, spec.visit, spec.member, spec.retry, spec.open_s)
     except EnvironmentUnavailable as error:
@@ -78,5 +77,4 @@ async def play_endpoint(spec: EpisodeSpec, env: EnvClient, endpoint: ChatEndpoin
         queue_s=0.0,
         decode_s=decode_s,
         env_s=env_s,
-        wall_s=time.monotonic() - started,
     )

@@ -118,13 +118,16 @@ class EpisodeSummary:
     queue_s: float
     decode_s: float
     env_s: float
-    wall_s: float
-    killed: bool = False  # lost to a process that died: uses up no retry
+
+    @property
+    def killed(self) -> bool:
+        """Lost to a process that died (environment worker, engine, rollout worker): uses up no retry."""
+        return self.cause == "worker_lost"
 
     @staticmethod
     def lost(spec: EpisodeSpec, detail: str, cause: Cause = "worker_lost") -> EpisodeSummary:
         """The summary of an episode without a trajectory (by default: its worker died with it)."""
-        return summarise(_failed(spec, EnvironmentUnavailable(cause, detail)), 0.0, generated=0)
+        return summarise(_failed(spec, EnvironmentUnavailable(cause, detail)), generated=0)
 
 
 async def play(spec: EpisodeSpec, env: EnvClient, engine: Engine, chat: Chat) -> Trajectory:
@@ -182,9 +185,10 @@ async def _play(spec: EpisodeSpec, session: Session, engine: Engine, chat: Chat)
                     prefix=f"{spec.purpose}/{spec.visit}",
                     priority=EVALUATION if spec.purpose == "eval" else 0,
                 )
-            except (EngineError, ConnectionLost, DeadlineExceeded) as error:
-                lost = isinstance(error, ConnectionLost)
-                raise EnvironmentUnavailable("infrastructure", f"engine{' lost' if lost else ''}: {error}") from error
+            except ConnectionLost as error:
+                raise EnvironmentUnavailable("worker_lost", f"engine lost: {error}") from error
+            except (EngineError, DeadlineExceeded) as error:
+                raise EnvironmentUnavailable("infrastructure", f"engine: {error}") from error
             if spec.purpose == "eval" and spec.version not in (None, generation.version):
                 raise EnvironmentUnavailable("infrastructure", f"the engine no longer holds version {spec.version}")
             if generation.version != spec.stale_version:
@@ -223,7 +227,7 @@ async def _play(spec: EpisodeSpec, session: Session, engine: Engine, chat: Chat)
     )
 
 
-def summarise(trajectory: Trajectory, wall_s: float, *, generated: int | None = None) -> EpisodeSummary:
+def summarise(trajectory: Trajectory, *, generated: int | None = None) -> EpisodeSummary:
     """The driver's view of a trajectory; `generated` counts what the engine returned, if more than it holds."""
     outcome, birth = trajectory.outcome, trajectory.oldest_version()
     stale = [t for t in trajectory.turns if t.policy == "stale" and t.end > t.start]
@@ -246,8 +250,6 @@ def summarise(trajectory: Trajectory, wall_s: float, *, generated: int | None = 
         queue_s=sum(t.queue_s for t in trajectory.turns),
         decode_s=sum(t.decode_s for t in trajectory.turns),
         env_s=sum(t.env_s for t in trajectory.turns),
-        wall_s=wall_s,
-        killed=outcome.cause == "worker_lost" or outcome.detail.startswith("engine lost"),
     )
 
 

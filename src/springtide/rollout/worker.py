@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -36,7 +35,6 @@ class Worker:
         self._playing: dict[tuple[str, int], dict[asyncio.Task[Any], _Counted]] = {}
 
     async def episode(self, spec: EpisodeSpec) -> EpisodeSummary:
-        started = time.monotonic()
         link = self._engines[spec.visit % len(self._engines)]  # a group shares its prefix, so it shares the engine
         task = asyncio.current_task()
         assert task is not None
@@ -54,7 +52,7 @@ class Worker:
                 del self._playing[spec.purpose, spec.visit]
         if not trajectory.outcome.failed_environment:
             self._finished.setdefault((spec.purpose, spec.visit), {})[spec.member] = trajectory
-        return summarise(trajectory, time.monotonic() - started, generated=counted.tokens)
+        return summarise(trajectory, generated=counted.tokens)
 
     async def seal(self, purpose: str, visit: int, path: Path) -> int:
         """Write the visit's members as one group file, its size in bytes. The disk holds up no other episode."""

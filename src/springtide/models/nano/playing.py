@@ -45,7 +45,7 @@ async def _play(
             async def one(spec: EpisodeSpec) -> EpisodeSummary:
                 trajectory = await play(spec, env, engine, chat)
                 trajectories.append(trajectory)
-                return summarise(trajectory, 0.0)
+                return summarise(trajectory)
 
             def spec(task: TaskRef, visit: int, member: int, retry: int) -> EpisodeSpec:
                 return EpisodeSpec(
