@@ -26,9 +26,10 @@ from springtide.ledger import Ledger
 from springtide.observe.sinks import JsonLines, read_records
 from springtide.rollout.episode import EpisodeSpec
 from springtide.rollout.feeder import BrokenRun, Feeder, InvalidAction, Versions
+from springtide.rollout.pool import play_once
 from springtide.rollout.worker import Worker
 from springtide.schedule.readiness import Abort, Action, Admit, Readiness
-from springtide.trace import TaskRef
+from springtide.trace import Group, TaskRef
 from springtide.trainer import driver
 from springtide.trainer.checkpoint import CheckpointError
 
@@ -274,6 +275,44 @@ async def _give_up(chat: Chat) -> None:
             await slow
         assert worker._finished == {}
         assert worker._playing == {}
+
+
+class OneWorker:
+    """A pool of a worker in this process."""
+
+    live = 0
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def acquire(self) -> OneWorker:
+        return self
+
+    async def call(self, method: str, *, deadline_s: float, **payload: Any) -> Any:
+        if "path" in payload:
+            payload["path"] = Path(payload["path"])
+        answer = getattr(self._worker, method)(**payload)
+        return await answer if asyncio.iscoroutine(answer) else answer
+
+
+def test_each_kept_sample_of_a_task_is_a_file_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
+    """A file held whichever members of its visit had finished by then, and forgot those that were not yet kept."""
+
+    async def run() -> Worker:
+        suite = f"{TESTS / 'talk.py'}:NoSleepers"
+        async with InProcessClient((suite,)) as env:
+            ref = (await env.catalog(suite, "train", "quick"))[0]
+            worker = Worker(load_chat(tiny_model), env, [Forced()], lockstep=False)  # type: ignore[arg-type, list-item]
+            specs = [EpisodeSpec(ref, 0, member, 0, "eval", 0, 1.0, 5, 256) for member in range(3)]
+            await worker.episode(specs[2])  # finished, and neither kept nor forgotten yet
+            pool = OneWorker(worker)
+            await asyncio.gather(*(play_once(pool, spec, keep=tmp_path / str(spec.member)) for spec in specs[:2]))
+            return worker
+
+    worker = asyncio.run(run())
+    for member in range(2):
+        assert [t.member for t in Group.load(tmp_path / str(member)).trajectories] == [member]
+    assert list(worker._finished["eval", 0]) == [2]
 
 
 def test_an_environments_error_discards_its_tokens_by_name_and_a_users_directory_is_kept(

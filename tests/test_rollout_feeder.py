@@ -14,12 +14,14 @@ from tests.run_support import run_config
 from springtide.config import Config
 from springtide.ledger import Ledger
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
+from springtide.rollout.evaluate import evaluate
 from springtide.rollout.feeder import Feeder, Versions
 from springtide.rollout.playtime import PlayTime
 from springtide.schedule.policies import Bounds, make_policy
 from springtide.schedule.readiness import Dropped, Evaluation, Readiness, Ready
 from springtide.schedule.sampling import UniformSampler
 from springtide.trace import TaskRef
+from springtide.wire import DeadlineExceeded
 
 TASK = TaskRef("t", "s", "1", "train", "quick", 0, 0)
 
@@ -115,3 +117,39 @@ def test_play_time_goes_on_where_it_stood_and_ends_waits_by_its_own_count() -> N
     assert stood == pytest.approx(0.0, abs=0.01)
     assert waited == pytest.approx(0.2, abs=0.05)
     assert played == pytest.approx(0.1, abs=0.05)
+
+
+def test_a_member_that_finished_after_the_deadline_is_not_in_the_group(tmp_path: Path) -> None:
+    """What the driver counted is what is written: else the late member's tokens had no end in any figure."""
+
+    async def episode(spec: EpisodeSpec) -> EpisodeSummary:
+        await asyncio.sleep(5 if spec.member == 2 else 0)
+        return finished(spec)
+
+    events: list[Any] = []
+    pool = Told(episode)
+    _, feeder = one_group(tmp_path, pool, events, n=3, min_members=2, deadline_s=0.2)
+
+    async def run() -> None:
+        async with asyncio.timeout(0.5):
+            await feeder.run()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(run())
+    sealed, discarded = pool.calls[:2]
+    assert (sealed[0], sorted(sealed[1]["members"])) == ("seal", [0, 1])
+    assert (discarded[0], sorted(discarded[1]["known"])) == ("discard", [0, 1])
+    assert any(isinstance(event, Ready) for event in events)
+
+
+def test_a_fault_in_an_evaluation_is_said_by_itself() -> None:
+    """Outside the loop nothing unwrapped the group of exceptions: a traceback instead of a line."""
+
+    async def play(spec: EpisodeSpec) -> EpisodeSummary:
+        raise DeadlineExceeded("rollout-0 did not answer episode within 1 s")
+
+    def spec(task: TaskRef, visit: int, member: int, retry: int) -> EpisodeSpec:
+        return EpisodeSpec(task, visit, member, retry, "eval", 0, 1.0, 5, 64)
+
+    with pytest.raises(DeadlineExceeded, match="did not answer"):
+        asyncio.run(evaluate({"s": [TASK]}, play, spec, samples=2, concurrency=2))

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from springtide.process import root_cause
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
 from springtide.trace import TaskRef
 
@@ -81,13 +82,16 @@ async def evaluate(
                     break
         results[suite].setdefault(visit, []).append(summary)
 
-    async with asyncio.TaskGroup() as group:
-        visit = 0
-        for suite, chosen in tasks.items():
-            for task in chosen:
-                for member in range(samples):
-                    group.create_task(one(suite, task, visit, member))
-                visit += 1
+    try:
+        async with asyncio.TaskGroup() as group:
+            visit = 0
+            for suite, chosen in tasks.items():
+                for task in chosen:
+                    for member in range(samples):
+                        group.create_task(one(suite, task, visit, member))
+                    visit += 1
+    except BaseExceptionGroup as failed:
+        raise root_cause(failed) from None
     return EvalResult(
         {s: _suite_result(s, list(visits.values()), samples, generated[s]) for s, visits in results.items()}
     )

@@ -314,7 +314,9 @@ class Feeder:
             self._statuses.clear()
             path = self._directory / f"{visit:08d}.msgpack"
             try:
-                await worker.call("seal", deadline_s=60, purpose="train", visit=visit, path=str(path))
+                await worker.call(
+                    "seal", deadline_s=60, purpose="train", visit=visit, members=tuple(members), path=str(path)
+                )
             except RemoteError as error:
                 raise BrokenRun(
                     f"cannot write {path}: {error.message}; make room there and continue with --resume"

@@ -34,10 +34,11 @@ async def play_once(pool: WorkerPool, spec: EpisodeSpec, *, keep: Path | None = 
     worker.live += 1
     try:
         summary: EpisodeSummary = await worker.call("episode", deadline_s=_EPISODE_S, spec=spec)
+        mine = {"purpose": spec.purpose, "visit": spec.visit, "members": (spec.member,)}
         if keep is not None and summary.cause is None:
-            await worker.call("seal", deadline_s=60, purpose=spec.purpose, visit=spec.visit, path=str(keep))
+            await worker.call("seal", deadline_s=60, path=str(keep), **mine)
         else:
-            await worker.call("forget", deadline_s=60, purpose=spec.purpose, visit=spec.visit, member=spec.member)
+            await worker.call("forget", deadline_s=60, **mine)
         return summary
     except ConnectionLost as error:
         return EpisodeSummary.lost(spec, str(error))

@@ -54,18 +54,19 @@ class Worker:
             self._finished.setdefault((spec.purpose, spec.visit), {})[spec.member] = trajectory
         return summarise(trajectory, generated=counted.tokens)
 
-    async def seal(self, purpose: str, visit: int, path: Path) -> int:
-        """Write the visit's members as one group file, its size in bytes. The disk holds up no other episode."""
-        members = self._finished[purpose, visit]
-        trajectories = tuple(members[m] for m in sorted(members))
+    async def seal(self, purpose: str, visit: int, members: tuple[int, ...], path: Path) -> None:
+        """Write these members as one group file, and forget them. The disk holds up no other episode."""
+        finished = self._finished[purpose, visit]
+        trajectories = tuple(finished[m] for m in sorted(members))
         await asyncio.to_thread(Group(trajectories[0].task, visit, trajectories).save, path)
-        self._finished.pop((purpose, visit), None)
-        return path.stat().st_size
+        self.forget(purpose, visit, members)
 
-    def forget(self, purpose: str, visit: int, member: int) -> None:
-        """Forget one finished member."""
-        self._finished.get((purpose, visit), {}).pop(member, None)
-        if not self._finished.get((purpose, visit)):
+    def forget(self, purpose: str, visit: int, members: tuple[int, ...]) -> None:
+        """Forget these members, where they finished."""
+        finished = self._finished.get((purpose, visit), {})
+        for member in members:
+            finished.pop(member, None)
+        if not finished:
             self._finished.pop((purpose, visit), None)
 
     def discard(self, purpose: str, visit: int, known: tuple[int, ...]) -> int:
@@ -232,9 +233,11 @@ async def main(socket_path: str, args: dict[str, Any]) -> None:
                 case "episode":
                     return await worker.episode(payload["spec"])
                 case "seal":
-                    return await worker.seal(payload["purpose"], payload["visit"], Path(payload["path"]))
+                    return await worker.seal(
+                        payload["purpose"], payload["visit"], payload["members"], Path(payload["path"])
+                    )
                 case "forget":
-                    return worker.forget(payload["purpose"], payload["visit"], payload["member"])
+                    return worker.forget(payload["purpose"], payload["visit"], payload["members"])
                 case "discard":
                     return worker.discard(payload["purpose"], payload["visit"], payload["known"])
                 case "expect":

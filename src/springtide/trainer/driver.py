@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -342,7 +342,7 @@ class Driver:
             worker = await self._runtime.pool.acquire()
             with contextlib.suppress(ConnectionLost):
                 await worker.call("expect", deadline_s=10, episodes=total)
-        shown: Counter[str] = Counter()
+        kept = {task.id for chosen in tasks.values() for task in chosen[:_KEPT]}
 
         def spec(task: TaskRef, visit: int, member: int, retry: int) -> EpisodeSpec:
             return EpisodeSpec.of(
@@ -350,9 +350,8 @@ class Driver:
             )
 
         async def play(spec: EpisodeSpec) -> EpisodeSummary:
-            shown[spec.task.suite] += spec.member == 0
             name = f"eval-{label.replace(' ', '-')}-{spec.task.suite}-{spec.task.index:05d}.msgpack"
-            keep = spec.member == 0 and spec.retry == 0 and shown[spec.task.suite] <= _KEPT
+            keep = spec.member == 0 and spec.task.id in kept
             return await play_once(self._runtime.pool, spec, keep=self.directory.trajectories / name if keep else None)
 
         return await evaluate(
