@@ -12,6 +12,7 @@ from engine_models import KINDS, random_ids, tiny
 from springtide.models.decoder import (
     Decoder,
     DecoderConfig,
+    DenseKernels,
     UnsupportedModel,
     read_checkpoint,
     sequence_logprobs,
@@ -25,6 +26,24 @@ def test_logprobs_equal_transformers(kind: str) -> None:
     ids = random_ids(np.random.default_rng(0), 200)
     found = sequence_logprobs(decoder, torch.tensor(ids), chunk=1000)  # chunked: a large vocabulary's path
     np.testing.assert_allclose(found.numpy(), model.logprobs(ids), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_of_some_tokens_are_those_of_a_whole_pass_and_their_last_layer_alone_is_computed(kind: str) -> None:
+    class Counts(DenseKernels):
+        tokens = 0
+
+        def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+            self.tokens += len(gate_up)
+            return super().silu_mul(gate_up)
+
+    decoder = Decoder(DecoderConfig.read(tiny(kind).path), read_checkpoint(tiny(kind).path))
+    ids, rows = torch.tensor(random_ids(np.random.default_rng(2), 90)), torch.tensor([89, 3, 40])
+    kernels = Counts(decoder.config, len(ids))
+    with torch.inference_mode():
+        whole = decoder.forward(ids, DenseKernels(decoder.config, len(ids)))
+        torch.testing.assert_close(decoder.forward(ids, kernels, rows), whole[rows], atol=1e-5, rtol=1e-5)
+    assert kernels.tokens == (decoder.config.layers - 1) * len(ids) + len(rows)
 
 
 def test_sharded_and_bfloat16_checkpoints_are_read(tmp_path) -> None:

@@ -263,18 +263,21 @@ class Decoder:
         self.head = (self.embed if c.tied else get("lm_head.weight", c.vocab_size, c.hidden)).t()
 
     def forward(self, ids: Tensor, kernels: Kernels, rows: Tensor | None = None) -> Tensor:
-        """ids: int [N]. Returns final hidden states, normed: [N, hidden], or [R, hidden] for `rows` int [R]."""
+        """ids: int [N]. Returns final hidden states, normed: [N, hidden], or [R, hidden] for `rows` int [R].
+
+        What only other tokens would need of the last layer is not computed: of a prompt, its keys and values are.
+        """
         eps = self.config.eps
         x = functional.embedding(ids, self.embed)
         for index, layer in enumerate(self.layers):
             h = kernels.rms_norm(x, layer.attention_norm, eps)
             attended = kernels.attention(index, layer, _product(h, layer.qkv, layer.qkv_bias))
+            if rows is not None and index == len(self.layers) - 1:
+                x, attended = x.index_select(0, rows), attended.index_select(0, rows)
             x = _add_product(x, attended, layer.output, layer.output_bias)
             h = kernels.rms_norm(x, layer.mlp_norm, eps)
             h = kernels.silu_mul(_product(h, layer.gate_up, layer.gate_up_bias))
             x = _add_product(x, h, layer.down, layer.down_bias)
-        if rows is not None:
-            x = x.index_select(0, rows)
         return kernels.rms_norm(x, self.final_norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
