@@ -157,9 +157,10 @@ class KVCache:
             self._busy(entry)
         try:
             # What the record holds and this turn does not keep comes back to the pool before the turn takes its own.
-            returned = [b for b in record.blocks if self.pool.refs[b] == 1 and b not in set(keep)]
-            need = total - len(keep) - len(returned)
-            if self.pool.free + self.pool.evictable() < need:
+            kept, refs = set(keep), self.pool.refs[record.blocks].tolist()
+            returned = sum(n == 1 and b not in kept for b, n in zip(record.blocks, refs))
+            need = total - len(keep) - returned
+            if self.pool.free < need and self.pool.free + self.pool.evictable() < need:
                 self._settle(record)
                 return None
             self._make_room(need)
