@@ -2,7 +2,7 @@
 
 Owns: the checks behind `springtide doctor env NAME`. Invariants: gold of `test` and `ood` is read inside this process
 only (the author's scope) and is printed nowhere; a check that cannot be made says so instead of passing.
-Called by: `cli.doctor`, the shipped suites' tests.
+Called by: `env.examine` (in a child process of the doctor's), tests.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from springtide.env.environment import Environment
+from springtide.env.guard import authored
 from springtide.env.inprocess import InProcessClient
 from springtide.env.local import LocalClient, LocalRunner
-from springtide.env.runner import EpisodeRunner
+from springtide.env.runner import EpisodeRunner, Note, describe
 from springtide.env.session import EnvironmentUnavailable, Observation
 from springtide.env.suite import SPLITS, Suite
 from springtide.trace import Message, Outcome, Task, ToolCall
@@ -31,16 +33,18 @@ from springtide.wire import pack
 
 _COMPARED = 2000  # tasks a split whose contents are compared between splits
 _STARTED = 60  # tasks a split that are started, where the contents are made at the start
+_TASKS_S = 600.0  # for making the tasks of a split, which has no deadline of its own
+_LARGE = 100_000  # bytes of one reply: some 25,000 tokens, more than most runs give a whole episode
 _LONGEST_S = 3600.0  # a deadline beyond an hour stops a run as surely as none
 _WORDS = ("", "a", "42", "x" * 2000, "Robert'); DROP TABLE students;--", "naïve café 東京 🚲", "a\x00b", "%s {0} \\")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One check: `ok`, `failed`, or `skipped` where it cannot be made. `detail` is one line."""
+    """One check: `ok`, `warning`, `failed`, or `skipped` where it cannot be made. `detail` is one line."""
 
     check: str
-    verdict: Literal["ok", "failed", "skipped"]
+    verdict: Literal["ok", "warning", "failed", "skipped"]
     detail: str
 
 
@@ -62,6 +66,10 @@ class Report:
 
 class _Failed(Exception):
     """A check that failed; the text is its detail."""
+
+
+class _Warned(Exception):
+    """What works, but should be seen to."""
 
 
 class _Skipped(Exception):
@@ -86,50 +94,72 @@ class _Played:
 
 
 async def check_suite(use: str, suite: Suite, level: str, tasks: int = 8) -> Report:
-    """Examine `suite` (loaded by the name `use`) at `level`, on `tasks` tasks of every split."""
-    checker = _Checker(use, suite, level, tasks)
-    async with InProcessClient([suite]) as client:
-        checker.client = client
-        verdicts = [await _judge(name, check) for name, check in checker.checks()]
-    sizes = {split: len(checker.lists.get(split, ())) for split in SPLITS}
-    return Report(suite.name, suite.version, level, sizes, tuple(verdicts))
+    """Examine `suite` (loaded by the name `use`) at `level`, on `tasks` tasks of every split, in this process.
+
+    What ends or blocks the process ends the examination; `env.examine` runs it in a child.
+    """
+    checker = Checker(use, suite, level, tasks)
+    verdicts = [await checker.run(name) for name in checker.checks]
+    return Report(suite.name, suite.version, level, checker.sizes, tuple(verdicts))
 
 
-async def _judge(name: str, check: Callable[[], Awaitable[str]]) -> Verdict:
-    try:
-        return Verdict(name, "ok", await check())
-    except _Failed as failure:
-        return Verdict(name, "failed", str(failure))
-    except _Skipped as reason:
-        return Verdict(name, "skipped", str(reason))
-    except EnvironmentUnavailable as error:
-        return Verdict(name, "failed", str(error))
-    except Exception as error:  # the author's code raised where no rule catches it: that is a finding
-        return Verdict(name, "failed", f"{type(error).__name__}: {error}")
+class Checker:
+    """The checks of one level, by name, to be run in order: later ones use what earlier ones played."""
 
-
-class _Checker:
-    client: InProcessClient
-
-    def __init__(self, use: str, suite: Suite, level: str, tasks: int) -> None:
-        self._use, self._suite, self._level, self._count = use, suite, level, tasks
-        self.lists: dict[str, Sequence[Task]] = {}
+    def __init__(
+        self,
+        use: str,
+        suite: Suite,
+        level: str,
+        tasks: int,
+        splits: Sequence[str] = SPLITS,
+        note: Note | None = None,
+    ) -> None:
+        self._use, self._suite, self._level, self._count, self._splits_used = use, suite, level, tasks, splits
+        self._class = suite.environment.__name__
+        self._note: Note = note or (lambda what, seconds: None)
+        self._client = InProcessClient([suite], note=note)
+        self._lists: dict[str, Sequence[Task]] = {}
         self._gold: list[tuple[Task, _Played]] = []
+        self._largest: dict[str, tuple[int, str]] = {}  # by tool: bytes of its largest reply, and the task
+        self.checks: dict[str, Callable[[], Awaitable[str]]] = {
+            "schemas": self._schemas,
+            "tasks": self._tasks,
+            "splits": self._splits,
+            "gold": self._gold_scores,
+            "noop": self._noop,
+            "single use": self._single_use,
+            "determinism": self._determinism,
+            "worker": self._worker,
+            "deadlines": self._deadlines,
+            "robustness": self._robustness,
+            "replies": self._replies,
+            "leaks": self._leaks,
+            "shared": self._shared,
+        }
 
-    def checks(self) -> list[tuple[str, Callable[[], Awaitable[str]]]]:
-        return [
-            ("schemas", self._schemas),
-            ("tasks", self._tasks),
-            ("splits", self._splits),
-            ("gold", self._gold_scores),
-            ("noop", self._noop),
-            ("single use", self._single_use),
-            ("determinism", self._determinism),
-            ("worker", self._worker),
-            ("deadlines", self._deadlines),
-            ("robustness", self._robustness),
-            ("leaks", self._leaks),
-        ]
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of tasks of every split."""
+        return {split: len(self._lists.get(split, ())) for split in SPLITS}
+
+    async def run(self, name: str) -> Verdict:
+        """Make one check. Never raises for what the author's code does."""
+        if name not in ("schemas", "tasks") and not any(self.sizes.values()):
+            return Verdict(name, "skipped", "there are no tasks")
+        try:
+            with authored(name):
+                return Verdict(name, "ok", await self.checks[name]())
+        except _Failed as failure:
+            return Verdict(name, "failed", str(failure))
+        except _Warned as warning:
+            return Verdict(name, "warning", str(warning))
+        except _Skipped as reason:
+            return Verdict(name, "skipped", str(reason))
+        except EnvironmentUnavailable as error:
+            return Verdict(name, "failed", str(error))
+        except Exception as error:  # the author's code raised where no rule catches it: that is a finding
+            return Verdict(name, "failed", describe(error))
 
     async def _schemas(self) -> str:
         tools = self._suite.environment.tools.values()
@@ -140,12 +170,13 @@ class _Checker:
         return (listed or "plain answers only") + note
 
     async def _tasks(self) -> str:
-        for split in SPLITS:
-            self.lists[split] = self._suite.select(split, self._level)
-        if not len(self.lists["train"]):
-            raise _Failed(f"train/{self._level} is empty; there is nothing to learn from")
+        for split in self._splits_used:
+            self._note(f"in {self._class}.tasks({split!r}, {self._level!r})", _TASKS_S)
+            self._lists[split] = self._suite.select(split, self._level)
+            if not len(self._lists[split]) and (split == "train" or len(self._splits_used) == 1):
+                raise _Failed(f"{split}/{self._level} is empty; there is nothing to learn from or to measure")
         seen: set[str] = set()
-        for split, tasks in self.lists.items():
+        for split, tasks in self._lists.items():
             again = self._suite.select(split, self._level)
             for task in self._sample(split, 200):
                 where = f"{split}/{self._level}[{task.index}]"
@@ -161,26 +192,33 @@ class _Checker:
                     raise _Failed(f"{where}: in train, exactly the indices with index % 10 == 9 are tagged dev")
             if len(again) != len(tasks):
                 raise _Failed(f"{split}/{self._level} has {len(tasks)} tasks, then {len(again)}")
-        return ", ".join(f"{split} {len(tasks)}" for split, tasks in self.lists.items())
+        return ", ".join(f"{split} {len(tasks)}" for split, tasks in self._lists.items())
 
     async def _splits(self) -> str:
         """What a policy could memorise (not indices and seeds, which differ by nature) must differ between splits."""
+        if len(self._splits_used) < 2:
+            raise _Skipped(f"only {self._splits_used[0]} is examined")
         seen: dict[bytes, str] = {}
-        empty = all(_contents(task) == _NOTHING for split in SPLITS for task in self._sample(split, self._count))
-        for split in SPLITS:
+        empty = all(
+            _contents(task) == _NOTHING for split in self._splits_used for task in self._sample(split, self._count)
+        )
+        for split in self._splits_used:
             for task in self._sample(split, _STARTED if empty else _COMPARED):
                 content = pack(await self._opening(task)) if empty else _contents(task)
                 other = seen.setdefault(content, f"{split}/{task.index}")
                 if other.startswith(f"{split}/"):
                     continue
                 if empty or await self._draws(task):
-                    raise _Skipped(f"{split}/{task.index} opens like {other}; see to it that their worlds differ")
+                    raise _Skipped(
+                        f"{split}/{task.index} opens like {other}; their worlds are drawn from the seed and cannot be "
+                        "compared here: see to it that they differ"
+                    )
                 raise _Failed(f"{split}/{task.index} has the contents of {other}: what is measured was trained on")
         return f"no {'openings' if empty else 'contents'} shared between splits ({len(seen)} compared)"
 
     async def _gold_scores(self) -> str:
         without = 0
-        for split in SPLITS:
+        for split in self._splits_used:
             for task in self._sample(split, self._count):
                 played = await self._play_gold(task)
                 if played is None:
@@ -193,13 +231,14 @@ class _Checker:
                     raise _Failed(f"the gold of {task.id} ends as {outcome.status}, {said}; it must succeed")
         if not self._gold:
             raise _Skipped("no task has gold; without gold() nobody knows that the tasks can be done")
-        turns = [len(played.observations) for _, played in self._gold]
+        turns = sorted({len(played.observations) for _, played in self._gold})
+        took = f"{turns[0]} to {turns[-1]} turns" if len(turns) > 1 else f"{turns[0]} turn{'s' * (turns[0] != 1)}"
         more = f"; {without} tasks without gold" if without else ""
-        return f"succeeds on {len(turns)} tasks, {min(turns)} to {max(turns)} turns{more}"
+        return f"succeeds on {len(self._gold)} tasks, {took}{more}"
 
     async def _noop(self) -> str:
         expected = self._suite.environment.noop_score
-        for split in SPLITS:
+        for split in self._splits_used:
             for task in self._sample(split, self._count):
                 outcome = (await self._play(task, [])).outcome
                 if outcome.reward is None or not math.isclose(outcome.reward, expected, abs_tol=1e-9):
@@ -210,19 +249,19 @@ class _Checker:
         return f"doing nothing scores {expected:g}"
 
     async def _single_use(self) -> str:
-        task = self.lists["train"][0]
-        environment = self._suite.environment(task, await self.client.shared(self._suite.environment))
-        first = await EpisodeRunner.open(environment)
+        task = self._first(1)[0]
+        environment = self._suite.environment(task, await self._client.shared(self._suite.environment))
+        first = await EpisodeRunner.open(environment, note=self._note)
         await first.close()
         try:
-            second = await EpisodeRunner.open(environment)
+            second = await EpisodeRunner.open(environment, note=self._note)
         except RuntimeError:
             return "an instance refuses a second episode"
         await second.close()
         raise _Failed("an instance plays twice; do not override _claim")
 
     async def _determinism(self) -> str:
-        for task, played in self._gold or [(t, await self._play(t, [])) for t in self._sample("train", self._count)]:
+        for task, played in self._gold or [(t, await self._play(t, [])) for t in self._first(self._count)]:
             again = await self._play_gold(task) or await self._play(task, [])
             if again.visible != played.visible:
                 raise _Failed(f"{task.id} went differently the second time; draw randomness from self.rng only")
@@ -232,7 +271,7 @@ class _Checker:
         """What a worker process shows must equal what this one shows: sets and hashes differ between processes."""
         with tempfile.TemporaryDirectory() as directory:
             async with LocalRunner((self._use,), 1, Path(directory)) as runner, LocalClient(runner.addresses) as client:
-                for split in SPLITS:
+                for split in self._splits_used:
                     for task in self._sample(split, max(self._count // 2, 1)):
                         session = await client.open(task.ref, 0, 0, 0, self._suite.environment.limits.start_s + 60)
                         calls = (await session.gold() or ()) if split == "train" else ()
@@ -272,13 +311,13 @@ class _Checker:
     async def _robustness(self) -> str:
         """Calls drawn at random from the schemas: an environment may refuse them with ToolError, never break."""
         succeeded = episodes = 0
-        for task in self._sample("train", self._count * 2):
+        for task in self._first(self._count * 2):
             rng = random.Random(task.seed)
-            async with _opened(self.client, task) as runner:
+            async with _opened(self._client, task) as runner:
                 ended = False
                 turn = 0
                 while not ended:
-                    ended = (await runner.act(_random_turn(runner, rng), turn)).ended
+                    ended = (await self._act(runner, _random_turn(runner, rng), turn)).ended
                     turn += 1
                 outcome = await runner.finish("done")
             if outcome.failed_environment:
@@ -287,14 +326,28 @@ class _Checker:
             succeeded += bool(outcome.success)
         return f"random schema-valid calls break nothing and succeed in {succeeded} of {episodes} episodes"
 
+    async def _replies(self) -> str:
+        """What the environment said so far: a policy has to read all of it."""
+        large = [
+            f"{self._class}.{name} gave {size / 1e3:,.0f} kB of text ({task})"
+            for name, (size, task) in self._largest.items()
+            if size > _LARGE
+        ]
+        if large:
+            raise _Warned("; ".join(large) + "; a policy reads all of it: show less and say what was left out")
+        if not self._largest:
+            raise _Skipped("nothing was said")
+        name, (size, _) = max(self._largest.items(), key=lambda item: item[1][0])
+        return f"the largest is {size:,} bytes, of {name}"
+
     async def _leaks(self) -> str:
-        tasks = self._sample("train", self._count)
+        tasks = self._first(self._count)
         await self._play(tasks[0], [])
         before = _resources()
         for task in tasks:
             await self._play(task, [])
-            async with _opened(self.client, task) as runner:
-                await runner.act(_random_turn(runner, random.Random(0)), 0)
+            async with _opened(self._client, task) as runner:
+                await self._act(runner, _random_turn(runner, random.Random(0)), 0)
         after = _resources()
         if after["threads"] > before["threads"]:
             await asyncio.sleep(0.2)  # a finished thread may still be on its way out
@@ -309,33 +362,57 @@ class _Checker:
             + f" before and after {2 * len(tasks)} episodes"
         )
 
+    async def _shared(self) -> str:
+        """Comes last: leaves what the episodes shared."""
+        await self._client.close()
+        shares = any("shared" in vars(o) for o in self._suite.environment.__mro__ if o is not Environment)
+        return "opens and closes in good order" if shares else "episodes share nothing"
+
     # --- playing -----------------------------------------------------------------------------------------------------
 
     def _sample(self, split: str, count: int) -> list[Task]:
         """`count` tasks spread evenly over a split, the first and the last among them."""
-        tasks = self.lists[split]
+        tasks = self._lists.get(split, ())
         count = min(count, len(tasks))
         return [tasks[i * (len(tasks) - 1) // max(count - 1, 1)] for i in range(count)]
 
+    def _first(self, count: int) -> list[Task]:
+        """A sample of the first split that is examined and has tasks: `train`, unless others were asked for."""
+        split = next(split for split in self._splits_used if len(self._lists.get(split, ())))
+        return self._sample(split, count)
+
+    async def _act(self, runner: EpisodeRunner, message: Message, turn: int) -> Observation:
+        observation = await runner.act(message, turn)
+        for reply in observation.messages:
+            self._measure(reply.name or "reply", reply, runner)
+        return observation
+
+    def _measure(self, name: str, message: Message, runner: EpisodeRunner) -> None:
+        size = len(message.text.encode())
+        if size > self._largest.get(name, (-1, ""))[0]:
+            self._largest[name] = (size, runner.environment.task.id)
+
     async def _opening(self, task: Task) -> tuple[Message, ...]:
-        async with _opened(self.client, task) as runner:
+        async with _opened(self._client, task) as runner:
             return runner.messages
 
     async def _draws(self, task: Task) -> bool:
         """Whether the environment's start draws from the task's seed."""
-        async with _opened(self.client, task) as runner:
+        async with _opened(self._client, task) as runner:
             return runner.environment.rng.getstate() != random.Random(task.seed).getstate()
 
     async def _play_gold(self, task: Task) -> _Played | None:
-        async with _opened(self.client, task) as runner:
+        async with _opened(self._client, task) as runner:
             calls = await runner.author_gold()
         return None if calls is None else await self._play(task, calls)
 
     async def _play(self, task: Task, calls: Sequence[ToolCall]) -> _Played:
         started = time.monotonic()
-        async with _opened(self.client, task) as runner:
+        async with _opened(self._client, task) as runner:
             seconds = {"start_s": time.monotonic() - started}
-            observations = [await runner.act(_as_message(call), turn) for turn, call in enumerate(calls)]
+            for opening in runner.messages:
+                self._measure("start", opening, runner)
+            observations = [await self._act(runner, _as_message(call), turn) for turn, call in enumerate(calls)]
             seconds["act_s"] = max((o.times["env_s"] for o in observations if o.times), default=0.0)
             started = time.monotonic()
             outcome = await runner.finish("done")
@@ -376,7 +453,8 @@ def _text(call: ToolCall) -> str:
 
 
 def _random_turn(runner: EpisodeRunner, rng: random.Random) -> Message:
-    if not runner.tools:
+    talks = type(runner.environment).reply is not Environment.reply
+    if not runner.tools or (talks and rng.random() < 0.2):
         return Message("assistant", rng.choice(_WORDS))
     functions = [schema["function"] for schema in runner.tools]
     going_on = [function for function in functions if not runner.environment.tools[function["name"]].final]

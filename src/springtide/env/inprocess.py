@@ -18,16 +18,22 @@ from typing import Any
 from springtide.env.environment import Environment
 from springtide.env.guard import authored
 from springtide.env.registry import load_suite
-from springtide.env.runner import EpisodeRunner
+from springtide.env.runner import EpisodeRunner, Note
 from springtide.env.session import EnvironmentUnavailable
 from springtide.env.suite import Suite, SuiteError
 from springtide.trace import TaskRef
 
+_IN_PLACE_S = 600.0  # what runs in place has no deadline of its own
+
 
 class InProcessClient:
-    """An `EnvClient` over suites, given by name or as `Suite`. Use it as `async with`."""
+    """An `EnvClient` over suites, given by name or as `Suite`. Use it as `async with`.
 
-    def __init__(self, suites: Iterable[str | Suite]) -> None:
+    `note` hears of every call of an author's code before it is made: a process that dies of one cannot tell.
+    """
+
+    def __init__(self, suites: Iterable[str | Suite], *, note: Note | None = None) -> None:
+        self.note = note
         self._by_use: dict[str, Suite] = {}
         for item in suites:
             suite = load_suite(item) if isinstance(item, str) else item
@@ -42,8 +48,18 @@ class InProcessClient:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None):
-        for shared in self._shared.values():
+        await self.close()
+
+    async def close(self) -> None:
+        """Leave what the suites share. Raises: what an author's `shared` raises on its way out."""
+        while self._shared:
+            environment, shared = self._shared.popitem()
+            self._say(f"in the end of {environment.__name__}.shared")
             await shared.close()
+
+    def _say(self, what: str) -> None:
+        if self.note is not None:
+            self.note(what, _IN_PLACE_S)
 
     def suite(self, name: str) -> Suite:
         """The suite of that name. Raises: SuiteError."""
@@ -61,9 +77,10 @@ class InProcessClient:
         try:
             async with asyncio.timeout(deadline_s):
                 shared = await self.shared(suite.environment)
+                self._say(f"in {suite.environment.__name__}.__init__ or its tasks, task {task.id}")
                 with authored(f"{suite.name}.tasks or {suite.environment.__name__}"):
                     environment = suite.environment(suite.task(task), shared)
-                return await EpisodeRunner.open(environment, session_id=session_id)
+                return await EpisodeRunner.open(environment, session_id=session_id, note=self.note)
         except TimeoutError:
             raise EnvironmentUnavailable("setup", f"{session_id} did not start within {deadline_s:g} s") from None
         except EnvironmentUnavailable:
@@ -75,6 +92,7 @@ class InProcessClient:
         """The environment's shared value, opened on first use. Raises: EnvironmentUnavailable(setup)."""
         shared = self._shared.get(environment)
         if shared is None or shared.failed:
+            self._say(f"in {environment.__name__}.shared")
             shared = self._shared[environment] = _Shared(environment)
         return await shared.value()
 

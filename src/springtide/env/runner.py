@@ -28,6 +28,8 @@ from springtide.wire import pack
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Note = Callable[[str, float | None], None]
+"""Told what of the author's code is about to run, and for how many seconds at most (None: it has returned)."""
 
 _REJECTED_IN_A_ROW = 3  # DESIGN: the third rejected turn in a row ends the episode as invalid_action
 _FINISH: dict[FinishReason, Status] = {
@@ -46,8 +48,8 @@ class EpisodeRunner:
     the process that holds it should be replaced.
     """
 
-    def __init__(self, environment: Environment, session_id: str) -> None:
-        self.id = session_id
+    def __init__(self, environment: Environment, session_id: str, note: Note | None = None) -> None:
+        self.id, self._note = session_id, note
         self.messages: tuple[Message, ...] = ()
         self.tools: tuple[dict[str, Any], ...] = ()
         self.environment = environment
@@ -65,10 +67,10 @@ class EpisodeRunner:
         self._closed = False
 
     @classmethod
-    async def open(cls, environment: Environment, *, session_id: str = "") -> EpisodeRunner:
+    async def open(cls, environment: Environment, *, session_id: str = "", note: Note | None = None) -> EpisodeRunner:
         """Start the environment. Raises: EnvironmentUnavailable(setup); RuntimeError if it was used before."""
         environment._claim()
-        runner = cls(environment, session_id or environment.task.id)
+        runner = cls(environment, session_id or environment.task.id, note)
         try:
             await runner._start()
         except BaseException:
@@ -288,11 +290,16 @@ class EpisodeRunner:
     ) -> Any:
         """Run the author's `function` for at most `seconds`. Raises what it raises, and TimeoutError."""
         what = f"{type(self.environment).__name__}.{name}"
+        if self._note is not None:
+            self._note(f"in {what}, task {self.environment.task.id}", seconds)
         try:
             return await guarded(what, function, seconds, threaded=not asyncio.iscoroutinefunction(kind or function))
         except HungCall:
             self.hung = True
             raise
+        finally:
+            if self._note is not None:
+                self._note(f"after {what}, task {self.environment.task.id}", None)
 
     def _fail(self, cause: Cause, error: Exception) -> None:
         log.warning("%s: environment error (%s): %s", self.id, cause, _trace(error))
