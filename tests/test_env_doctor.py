@@ -101,6 +101,14 @@ def test_a_cancellation_that_the_environment_raises_is_a_finding_with_its_line(t
     assert {(v["verdict"], v["detail"]) for v in rest} == {("skipped", "there are no tasks")}
 
 
+def test_a_file_that_raises_a_cancellation_or_half_a_character_is_still_reported_on(tmp_path: Path) -> None:
+    use = write(tmp_path, ("KINDS = {", "raise asyncio.CancelledError\nKINDS = {"))
+    result = doctor(use)
+    assert (result.exit_code, result.output) == (2, f"suite {use}: shop.py fails on import: CancelledError: \n")
+    use = write(tmp_path, (BOUGHT, "        raise ValueError('\\ud800\\n\\nodd')\n"))
+    assert "ValueError: ? odd (shop.py:" in failures(doctor(use, "--json"))[0]["detail"]
+
+
 def test_a_call_that_blocks_its_process_is_a_finding_after_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ Called by: `env.examine` (in a child process of the doctor's), tests.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import math
@@ -16,7 +17,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -39,12 +40,15 @@ _LONGEST_S = 3600.0  # a deadline beyond an hour stops a run as surely as none
 _WORDS = ("", "a", "42", "x" * 2000, "Robert'); DROP TABLE students;--", "naïve café 東京 🚲", "a\x00b", "%s {0} \\")
 
 
+Kind = Literal["ok", "warning", "failed", "skipped"]
+
+
 @dataclass(frozen=True)
 class Verdict:
     """One check: `ok`, `warning`, `failed`, or `skipped` where it cannot be made. `detail` is one line."""
 
     check: str
-    verdict: Literal["ok", "warning", "failed", "skipped"]
+    verdict: Kind
     detail: str
 
 
@@ -145,21 +149,24 @@ class Checker:
 
     async def run(self, name: str) -> Verdict:
         """Make one check. Never raises for what the author's code does."""
+        kind, detail = await self._judge(name)
+        detail = detail.encode(errors="replace").decode()  # half a surrogate pair could not be sent
+        return Verdict(name, kind, " ".join(detail.split()))
+
+    async def _judge(self, name: str) -> tuple[Kind, str]:
         if name not in ("schemas", "tasks") and not any(self.sizes.values()):
-            return Verdict(name, "skipped", "there are no tasks")
+            return "skipped", "there are no tasks"
         try:
             with authored(name):
-                return Verdict(name, "ok", await self.checks[name]())
-        except _Failed as failure:
-            return Verdict(name, "failed", str(failure))
+                return "ok", await self.checks[name]()
+        except (_Failed, EnvironmentUnavailable) as failure:
+            return "failed", str(failure)
         except _Warned as warning:
-            return Verdict(name, "warning", str(warning))
+            return "warning", str(warning)
         except _Skipped as reason:
-            return Verdict(name, "skipped", str(reason))
-        except EnvironmentUnavailable as error:
-            return Verdict(name, "failed", str(error))
+            return "skipped", str(reason)
         except Exception as error:  # the author's code raised where no rule catches it: that is a finding
-            return Verdict(name, "failed", describe(error))
+            return "failed", describe(error)
 
     async def _schemas(self) -> str:
         tools = self._suite.environment.tools.values()
@@ -171,8 +178,8 @@ class Checker:
 
     async def _tasks(self) -> str:
         for split in self._splits_used:
-            self._note(f"in {self._class}.tasks({split!r}, {self._level!r})", _TASKS_S)
-            self._lists[split] = self._suite.select(split, self._level)
+            with self._noted(split):
+                self._lists[split] = self._suite.select(split, self._level)
             if not len(self._lists[split]) and (split == "train" or len(self._splits_used) == 1):
                 raise _Failed(f"{split}/{self._level} is empty; there is nothing to learn from or to measure")
         seen: set[str] = set()
@@ -374,7 +381,15 @@ class Checker:
         """`count` tasks spread evenly over a split, the first and the last among them."""
         tasks = self._lists.get(split, ())
         count = min(count, len(tasks))
-        return [tasks[i * (len(tasks) - 1) // max(count - 1, 1)] for i in range(count)]
+        with self._noted(split):  # they are made on demand
+            return [tasks[i * (len(tasks) - 1) // max(count - 1, 1)] for i in range(count)]
+
+    @contextlib.contextmanager
+    def _noted(self, split: str) -> Iterator[None]:
+        what = f"{self._class}.tasks({split!r}, {self._level!r})"
+        self._note(f"in {what}", _TASKS_S)
+        yield
+        self._note(f"after {what}", None)
 
     def _first(self, count: int) -> list[Task]:
         """A sample of the first split that is examined and has tasks: `train`, unless others were asked for."""

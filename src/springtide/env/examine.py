@@ -51,36 +51,41 @@ async def examine(
     hears of each level (with None) and of each verdict at once. Raises: SuiteError if it cannot be loaded.
     """
     reports: list[Report] = []
-    with tempfile.TemporaryDirectory(prefix="springtide-doctor-") as directory:
-        args = {"use": use, "tasks": tasks, "splits": list(splits), "notes": f"{directory}/notes"}
-        left = [level]
-        while left:
-            each = left.pop(0)
-            Path(args["notes"]).touch()  # type: ignore[arg-type]
-            async with start_process(
-                "doctor", "springtide.env.examine:main", {**args, "level": each}, log_path=log or Path(directory, "log")
-            ) as process:
-                child = _Child(process, Path(directory, "notes"), call_s)
+    levels = [level]
+    while levels:
+        with tempfile.TemporaryDirectory(prefix="springtide-doctor-") as directory:
+            notes = Path(directory, "notes")
+            notes.touch()
+            args = {"use": use, "level": levels.pop(0), "tasks": tasks, "splits": list(splits), "notes": str(notes)}
+            log_path = log or Path(directory, "log")
+            async with start_process("doctor", "springtide.env.examine:main", args, log_path=log_path) as process:
+                child = _Child(process, notes, call_s)
                 loaded = await _load(child, use)
-                if each is None:
-                    left = list(loaded["levels"][1:])
-                name, version, chosen = loaded["suite"], loaded["version"], loaded["level"]
-                told(name, version, chosen, None)
-                verdicts, sizes = [], {}
-                died = ""
-                for check in loaded["checks"]:
-                    if died:
-                        verdict = Verdict(check, "skipped", f"the process had died during {died}")
-                    else:
-                        try:
-                            answer = await child.call("check", name=check)
-                            verdict, sizes = Verdict(*answer["verdict"]), answer["sizes"]
-                        except _Died as death:
-                            verdict, died = Verdict(check, "failed", str(death)), check
-                    verdicts.append(verdict)
-                    told(name, version, chosen, verdict)
-                reports.append(Report(name, version, chosen, sizes, tuple(verdicts)))
+                if args["level"] is None:  # the first child of several: only it knows the levels
+                    levels = list(loaded["levels"][1:])
+                reports.append(await _run_checks(child, loaded, told))
     return reports
+
+
+async def _run_checks(child: _Child, loaded: dict[str, Any], told: Told) -> Report:
+    """Every check in turn, until the child dies: the rest are skipped then."""
+    suite, version, level = loaded["suite"], loaded["version"], loaded["level"]
+    told(suite, version, level, None)
+    verdicts: list[Verdict] = []
+    sizes: dict[str, int] = {}
+    died = ""
+    for check in loaded["checks"]:
+        if died:
+            verdict = Verdict(check, "skipped", f"the process had died during {died}")
+        else:
+            try:
+                answer = await child.call("check", name=check)
+                verdict, sizes = Verdict(*answer["verdict"]), answer["sizes"]
+            except _Died as death:
+                verdict, died = Verdict(check, "failed", str(death)), check
+        verdicts.append(verdict)
+        told(suite, version, level, verdict)
+    return Report(suite, version, level, sizes, tuple(verdicts))
 
 
 async def _load(child: _Child, use: str) -> dict[str, Any]:
@@ -89,7 +94,8 @@ async def _load(child: _Child, use: str) -> dict[str, Any]:
     except _Died as death:
         raise SuiteError(f"suite {use}: {death}") from None
     except RemoteError as error:
-        raise SuiteError(error.message if error.kind == "SuiteError" else f"suite {use}: {error.message}") from None
+        known = error.kind == "SuiteError"
+        raise SuiteError(error.message if known else f"suite {use}: {error.kind}: {error.message}") from None
 
 
 class _Died(Exception):
@@ -165,8 +171,8 @@ async def main(socket_path: str, args: dict[str, Any]) -> None:
 
 
 def _choose(suite: Suite, level: str | None) -> str:
-    if level is None and suite.levels:
-        return suite.levels[0]
-    if level not in suite.levels:
-        raise SuiteError(f"suite {suite.name} has no level {level!r}; it has {', '.join(suite.levels) or 'none'}")
-    return level
+    if not suite.levels:
+        raise SuiteError(f"suite {suite.name} has no levels; name at least one in levels = (...)")
+    if level is not None and level not in suite.levels:
+        raise SuiteError(f"suite {suite.name} has no level {level!r}; it has {', '.join(suite.levels)}")
+    return level or suite.levels[0]

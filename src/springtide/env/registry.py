@@ -6,6 +6,7 @@ Called by: the CLI, environment workers, the checker.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import importlib.util
 import sys
@@ -50,7 +51,7 @@ def _load_file(path: Path, name: str) -> Any:
     sys.modules[module_name] = module  # dataclasses and type hints of the file look their module up here
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a file that exits on import must not end the checker as if all were well
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # none of them may end its importer
         del sys.modules[module_name]
         raise SuiteError(f"suite {name}: {path.name} fails on import: {type(error).__name__}: {error}") from error
     return module
