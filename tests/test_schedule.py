@@ -157,6 +157,25 @@ def test_a_group_at_the_bound_is_waited_for_and_named() -> None:
     assert choose_batch(state, bounds) == Batch((1,))
 
 
+def test_under_drop_a_group_that_became_ready_too_late_is_never_trained() -> None:
+    """The trainer may choose before the policy has dropped it: both are asked after every event, in any order."""
+    state, bounds = Readiness({"db": 1.0}), Bounds(groups=1, concurrency=4, bound=1, overage="drop")
+    for visit in range(3):
+        state.apply(Admitted(0, visit, "db", 0))
+    for step, visit in enumerate((1, 2)):
+        state.apply(Ready(1, visit))
+        state.apply(StepStarted(2, (visit,)))
+        if step == 1:
+            state.apply(Ready(2, 0))  # at the bound while this step runs, past it when it ends
+        state.apply(StepEnded(3, step + 1))
+    assert state.staleness(state.groups[0]) == 2
+    assert isinstance(choose_batch(state, bounds), Wait)
+    state.apply(Admitted(3, 3, "db", 2))
+    state.apply(Ready(4, 3))
+    assert choose_batch(state, bounds) == Batch((3,))
+    assert make_policy("fixed_split", bounds).decide(state)[0] == Abort(0, "stale")
+
+
 @pytest.mark.parametrize(
     ("events", "says"),
     [

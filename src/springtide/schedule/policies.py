@@ -112,15 +112,15 @@ class Wait:
 def choose_batch(state: Readiness, bounds: Bounds) -> Batch | Wait:
     """The groups of the next step: every one that would be too old a step later, then the oldest ready ones.
 
-    A batch has at least `bounds.groups` groups, and more only when more are at the bound.
+    A batch has at least `bounds.groups` groups, and more only when more are at the bound. What is past it already
+    (under `drop`, a group that became ready while a step ran) is left for the policy to drop, whichever is asked first.
     """
-    at_bound = [g for g in state.groups.values() if state.staleness(g) >= bounds.bound]
-    late = [g for g in at_bound if g.state == "in_flight"]
+    late = [g for g in state.in_flight() if state.staleness(g) >= bounds.bound]
     if late and bounds.overage == "wait" and bounds.bound > 0:
         visits = ", ".join(str(g.visit) for g in late[:4])
         return Wait("stale_group", f"{len(late)} groups at staleness bound {bounds.bound} still play (visits {visits})")
-    ready = state.ready()
-    must = {g.visit for g in at_bound if g.state == "ready"} if bounds.bound > 0 else set()
+    ready = [g for g in state.ready() if state.staleness(g) <= bounds.bound]
+    must = {g.visit for g in ready if state.staleness(g) == bounds.bound} if bounds.bound > 0 else set()
     if len(ready) < bounds.groups:
         return Wait("groups", f"{len(ready)} of {bounds.groups} groups ready, {len(state.in_flight())} in flight")
     chosen: list[GroupState] = [g for g in ready if g.visit in must]
