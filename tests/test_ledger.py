@@ -18,7 +18,7 @@ TASK = TaskRef("db/quick/train/3", "db", "1", "train", "quick", 3, 9, ("hard",))
 
 def fresh(tmp_path: Path) -> Ledger:
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    ledger.begin(0, 2)
+    ledger.begin(0)
     return ledger
 
 
@@ -74,20 +74,11 @@ def test_a_rollback_makes_ready_what_the_checkpoint_does_not_hold(tmp_path: Path
         ledger.trained([visit], 0, step)
     ledger.close()
     resumed = Ledger(tmp_path / "ledger.sqlite")
-    assert resumed.begin(step=1, bound=2) == 1
+    assert resumed.begin(step=1) == 1
     assert [r.visit for r in resumed.visits("ready")] == [1, 2]
     assert [r.visit for r in resumed.visits("trained")] == [0]
     resumed.trained([1, 2], 1, 2)
     assert resumed.audit()["trained"] == 12
-
-
-def test_what_is_too_old_after_a_rollback_is_dropped_by_name(tmp_path: Path) -> None:
-    ledger = fresh(tmp_path)
-    ledger.draw(0, TASK, 0, 4, make_version(0, 0))
-    ledger.ready(0, "0", {})
-    ledger.trained([0], 0, 9)
-    ledger.begin(step=8, bound=2)
-    assert ledger.audit()["dropped"] == {"rolled_back": 4}
 
 
 def test_another_schema_or_a_damaged_file_is_one_clear_line(tmp_path: Path) -> None:
@@ -102,6 +93,56 @@ def test_another_schema_or_a_damaged_file_is_one_clear_line(tmp_path: Path) -> N
         Ledger(tmp_path / "bad")
 
 
+def test_a_reader_changes_nothing_and_sees_what_a_killed_run_left_in_the_log(tmp_path: Path) -> None:
+    run = tmp_path / "run's own #1"
+    run.mkdir()
+    writer = fresh(run)
+    writer.draw(0, TASK, 0, 4, 0)
+    seen = Ledger(run / "ledger.sqlite", read_only=True)
+    assert seen.audit()["open"] == 4, "beside a run"
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        seen.drop(0, "stale")
+    seen.close()
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    for name in ("ledger.sqlite", "ledger.sqlite-wal"):
+        (killed / name).write_bytes((run / name).read_bytes())
+    assert Ledger(killed / "ledger.sqlite", read_only=True).audit()["open"] == 4
+    writer.close()
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    seen = Ledger(run / "ledger.sqlite", read_only=True)
+    assert seen.audit()["open"] == 4, "after it"
+    seen.close()
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+    with pytest.raises(sqlite3.OperationalError):
+        Ledger(tmp_path / "none.sqlite", read_only=True)
+    assert not (tmp_path / "none.sqlite").exists()
+
+
+def test_what_is_synced_is_in_the_file_itself(tmp_path: Path) -> None:
+    """A checkpoint is durable at once; a power cut must not leave a ledger that knows less than it."""
+    ledger = fresh(tmp_path)
+    ledger.draw(0, TASK, 0, 4, 0)
+
+    def drawn(name: str) -> int:
+        (tmp_path / name).write_bytes((tmp_path / "ledger.sqlite").read_bytes())
+        return sqlite3.connect(tmp_path / name).execute("SELECT count(*) FROM visits").fetchone()[0]
+
+    ledger.sync()
+    ledger.draw(1, TASK, 1, 4, 0)
+    assert drawn("a") == 1
+    ledger.sync()
+    assert drawn("b") == 2
+
+
+def test_a_start_that_was_killed_before_it_made_the_tables_is_made_good(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    sqlite3.connect(path).execute("PRAGMA journal_mode = WAL").connection.close()
+    ledger = Ledger(path)
+    assert ledger.begin(0) == 0
+    assert ledger.next_visit() == 0
+
+
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_the_audit_always_adds_up_whatever_is_killed_when(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
@@ -111,7 +152,7 @@ def test_the_audit_always_adds_up_whatever_is_killed_when(tmp_path_factory: pyte
     step = saved = 0
     incarnation = 0
     ledger = Ledger(path)
-    ledger.begin(0, 2)
+    ledger.begin(0)
     for _ in range(60):
         match rng.choice(["draw", "draw", "ready", "ready", "train", "drop", "save", "kill"]):
             case "draw":
@@ -129,7 +170,7 @@ def test_the_audit_always_adds_up_whatever_is_killed_when(tmp_path_factory: pyte
                 ledger.close()
                 ledger = Ledger(path)
                 step = saved
-                incarnation = ledger.begin(step, 2)
+                incarnation = ledger.begin(step)
         audit = ledger.audit()
         assert audit["drawn"] == audit["trained"] + audit["ready"] + audit["open"] + sum(audit["dropped"].values())
         assert all((r.step or 0) <= step for r in ledger.visits("trained"))

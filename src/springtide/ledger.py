@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from springtide.trace import TaskRef
 
@@ -59,18 +60,15 @@ class VisitRow:
 
 
 class Ledger:
-    """Opens or creates `path`. Not shared between threads."""
+    """Opens or creates `path`; `read_only` needs it to exist and changes nothing. Not shared between threads."""
 
-    def __init__(self, path: Path) -> None:
-        new = not path.exists()
-        self._db = sqlite3.connect(path, isolation_level=None)
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self._db = sqlite3.connect(_read_only(path) if read_only else path, isolation_level=None, uri=read_only)
         try:
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            if new:
-                self._db.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
-                self._set("schema", SCHEMA_VERSION)
-                self._set("incarnation", 0)
+            if not read_only:
+                self._db.execute("PRAGMA journal_mode = WAL")
+                self._db.execute("PRAGMA synchronous = NORMAL")
+                self._create()
             found = int(self._get("schema"))
         except sqlite3.DatabaseError as error:
             raise LedgerError(f"{path} is not a ledger or is damaged: {error}") from None
@@ -79,6 +77,10 @@ class Ledger:
 
     def close(self) -> None:
         self._db.close()
+
+    def sync(self) -> None:
+        """Put all that was recorded on the disk itself: a checkpoint must not outlive what the ledger says of it."""
+        self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     # --- a visit's life ---------------------------------------------------------------------------------------------
 
@@ -134,11 +136,11 @@ class Ledger:
 
     # --- resume -----------------------------------------------------------------------------------------------------
 
-    def begin(self, step: int, bound: int) -> int:
+    def begin(self, step: int) -> int:
         """Start an incarnation at checkpoint step `step`; returns its number (0 for a fresh ledger's first).
 
-        What was trained after the checkpoint is ready again, unless it would be older than the staleness bound: then it
-        is dropped as `rolled_back`.
+        What was trained after the checkpoint is ready again. None of it is too old: it was inside the staleness bound
+        at a later step, and the bound is not one of the keys that a resume may change.
         """
         started = self._get("started", "0") == "1"
         incarnation = int(self._get("incarnation")) + (1 if started else 0)
@@ -146,21 +148,12 @@ class Ledger:
             self._set("incarnation", incarnation)
             self._set("started", 1)
             if started:
-                rows = self._db.execute(
-                    "SELECT visit, birth FROM visits WHERE state = 'trained' AND step > ?", (step,)
-                ).fetchall()
-                for visit, birth in rows:
-                    fresh = step - (birth & 0xFFFFFFFF) <= bound
-                    self._move(
-                        visit,
-                        "trained",
-                        "ready" if fresh else "dropped",
-                        incarnation=None,
-                        step=None,
-                        ended_at=None if fresh else time.time(),
-                        cause=None if fresh else "rolled_back",
-                    )
-                self._db.execute("INSERT INTO rollbacks VALUES (?,?,?,?)", (incarnation, step, len(rows), time.time()))
+                again = self._db.execute(
+                    "UPDATE visits SET state = 'ready', incarnation = NULL, step = NULL, ended_at = NULL"
+                    " WHERE state = 'trained' AND step > ?",
+                    (step,),
+                ).rowcount
+                self._db.execute("INSERT INTO rollbacks VALUES (?,?,?,?)", (incarnation, step, again, time.time()))
         return incarnation
 
     def retries_used(self, visit: int) -> dict[int, tuple[int, int]]:
@@ -235,6 +228,12 @@ class Ledger:
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
+    def _create(self) -> None:
+        """The tables, all or none: also where a start was killed before it had made them."""
+        if self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+            values = f"INSERT INTO meta VALUES ('schema', '{SCHEMA_VERSION}'), ('incarnation', '0');"
+            self._db.executescript(f"BEGIN; {_SCHEMA} {values} COMMIT;")
+
     def _move(self, visit: int, before: str, after: str, **values: Any) -> None:
         sets = "".join(f", {key} = ?" for key in values)
         changed = self._db.execute(
@@ -256,6 +255,13 @@ class Ledger:
 
     def _set(self, key: str, value: Any) -> None:
         self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, str(value)))
+
+
+def _read_only(path: Path) -> str:
+    """The ledger's address for a reader. Without a log beside it nobody writes, and SQLite need not make one."""
+    log = path.with_name(f"{path.name}-wal")
+    written = log.exists() and log.stat().st_size > 0
+    return f"file:{quote(str(path.absolute()))}?mode=ro{'' if written else '&immutable=1'}"
 
 
 class _Transaction:

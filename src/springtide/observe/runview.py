@@ -63,12 +63,16 @@ class RunView:
 
     @cached_property
     def summary(self) -> dict[str, Any] | None:
-        """The summary, if the run ended since it last began (a resume makes the one before void)."""
+        """The summary, if the run ended since it last began (a resume makes the one before void) and it is whole."""
         path = RunDirectory(self.path).summary
         if not path.exists() or not self.records or self.records[-1]["kind"] == "resume":
             return None
-        summary: dict[str, Any] = json.loads(path.read_text())
-        return summary if summary["steps"] == (self.steps[-1]["step"] if self.steps else 0) else None
+        try:
+            summary = json.loads(path.read_text())
+        except (OSError, ValueError):
+            return None
+        ended = self.steps[-1]["step"] if self.steps else 0
+        return summary if isinstance(summary, dict) and summary.get("steps") == ended else None
 
     @cached_property
     def ledger(self) -> tuple[dict[str, Any], list[VisitRow]] | str:
@@ -77,7 +81,7 @@ class RunView:
         if not path.exists():
             return "the run has no ledger yet"
         try:
-            ledger = Ledger(path)
+            ledger = Ledger(path, read_only=True)
             try:
                 return ledger.audit(), ledger.visits("trained")
             finally:

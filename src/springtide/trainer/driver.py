@@ -98,7 +98,7 @@ class Driver:
         self.step: int = extra.get("step", 0)
         self._running = RunningMoments.from_json(extra.get("running", {}))
         self._clock = Clock(extra.get("trained_s", 0.0))
-        self.incarnation = ledger.begin(self.step, config.staleness.bound)
+        self.incarnation = ledger.begin(self.step)
         self._versions = Versions(make_version(self.incarnation, self.step))
         self._stale_step = -1
         trainable = {s: tuple(t for t in tasks if "dev" not in t.tags) for s, tasks in catalogs.items()}
@@ -263,6 +263,7 @@ class Driver:
             "trained_s": self._clock.elapsed,
         }
         with self._clock.measure("checkpoint"):
+            self._ledger.sync()
             try:
                 await self._runtime.trainer.call("save", deadline_s=_STEP_S, path=str(path), extra=extra)
             except RemoteError as error:
