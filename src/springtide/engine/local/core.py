@@ -369,14 +369,12 @@ class EngineCore:
         hidden_rows = rows + [np.arange(first, first + n) for _, first, n, _ in forced]
         hidden = None
         if row:
-            self.kernels.begin(
-                Pass(
-                    np.concatenate(ids), np.concatenate(at), np.concatenate(positions), count, tuple(runs), slots.tables
-                )
-            )
-            wanted = None if row == count else torch.from_numpy(np.concatenate(hidden_rows)).to(decoder.device)
-            fed = torch.from_numpy(np.concatenate(ids)).to(decoder.device)
-            hidden = decoder.forward(fed, self.kernels, wanted)
+            tokens, where = np.concatenate(ids), np.concatenate(positions)
+            wanted = None if row == count else np.concatenate(hidden_rows)
+            self.kernels.begin(Pass(tokens, np.concatenate(at), where, count, tuple(runs), slots.tables, wanted))
+            fed = torch.from_numpy(tokens).to(decoder.device)
+            rows_read = None if wanted is None else torch.from_numpy(wanted).to(decoder.device)
+            hidden = decoder.forward(fed, self.kernels, rows_read)
         slots.kv[decoding] += 1
         self._sample(version, hidden, decoding, sampled, shared)
         offset = count + len(sampled)

@@ -26,6 +26,7 @@ class Pass:
     """The tokens of one forward: first `decode` single tokens of as many slots, then runs of prompt tokens.
 
     ids, slots, positions: int32 [N]. runs: (first row, count) of each prompt chunk. tables: int32 [slots, blocks].
+    wanted: int64 [R], the tokens whose final states are read (None: all). The last layer's attention of others is not.
     """
 
     ids: np.ndarray
@@ -34,6 +35,7 @@ class Pass:
     decode: int
     runs: tuple[tuple[int, int], ...]
     tables: np.ndarray
+    wanted: np.ndarray | None = None
 
 
 class PagedKernels(Kernels, Protocol):

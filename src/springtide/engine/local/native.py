@@ -114,6 +114,10 @@ class NativePaged:
         self._runs[: batch.decode, 0] = np.arange(batch.decode)
         if batch.runs:
             self._runs[batch.decode :] = batch.runs
+        self._last_runs = self._runs
+        if batch.wanted is not None:
+            self._last_runs = np.ones((len(batch.wanted), 2), np.int64)
+            self._last_runs[:, 0] = batch.wanted
         self._longest = int(self._positions.max()) + 1
         self._place = (self._slots.ctypes.data, self._positions.ctypes.data, batch.tables.ctypes.data)
 
@@ -132,6 +136,7 @@ class NativePaged:
         c, n, width = self.config, qkv.shape[0], self._batch.tables.shape[1]
         queries, out = torch.empty((2, n, c.heads * c.head_dim))
         keys, values = self._layers[index]
+        runs = self._runs if index < c.layers - 1 else self._last_runs
         self._c.st_heads(
             qkv.data_ptr(),
             queries.data_ptr(),
@@ -155,8 +160,8 @@ class NativePaged:
             values,
             *self._place,
             width,
-            self._runs.ctypes.data,
-            len(self._runs),
+            runs.ctypes.data,
+            len(runs),
             c.heads,
             c.kv_heads,
             c.head_dim,
