@@ -343,6 +343,14 @@ def test_the_checker_finds_what_is_wrong() -> None:
         async def score(self):
             return 0.0
 
+    class Misspelt(Base):
+        async def gold(self):
+            return [("sya", {"word": self.task.payload["word"]})]
+
+    class Unjudged(Base):
+        async def score(self):
+            return "good"
+
     class Generous(Base):
         async def score(self):
             return 1.0
@@ -378,7 +386,9 @@ def test_the_checker_finds_what_is_wrong() -> None:
             return TaskList(20, lambda i: cls.make_task("none", level, i, {"word": f"{split} {i}"}))
 
     expected = {
-        Impossible: ("gold", "it must succeed"),
+        Impossible: ("gold", "does not succeed: it ends as completed with reward 0.0"),
+        Misspelt: ("gold", "turn 1, sya, was answered \"Error: there is no tool 'sya'; the tools are say\""),
+        Unjudged: ("noop", "breaks when nothing is done (judge): TypeError: Unjudged.score returned str"),
         Generous: ("noop", "scores 1.0; noop_score says 0"),
         Fickle: ("determinism", "self.rng only"),
         Fragile: ("robustness", "ZeroDivisionError"),

@@ -217,8 +217,8 @@ class Checker:
                     continue
                 if empty or await self._draws(task):
                     raise _Skipped(
-                        f"{split}/{task.index} opens like {other}; their worlds are drawn from the seed and cannot be "
-                        "compared here: see to it that they differ"
+                        f"{split}/{task.index} opens like {other}, and what else is in them cannot be compared here: "
+                        "see to it that their worlds differ"
                     )
                 raise _Failed(f"{split}/{task.index} has the contents of {other}: what is measured was trained on")
         return f"no {'openings' if empty else 'contents'} shared between splits ({len(seen)} compared)"
@@ -232,10 +232,8 @@ class Checker:
                     without += 1
                     continue
                 self._gold.append((task, played))
-                outcome = played.outcome
-                if not outcome.success:
-                    said = f"{outcome.cause}: {outcome.detail}" if outcome.cause else f"reward {outcome.reward}"
-                    raise _Failed(f"the gold of {task.id} ends as {outcome.status}, {said}; it must succeed")
+                if not played.outcome.success:
+                    raise _Failed(f"the gold of {task.id} does not succeed: {_how_it_went(played)}")
         if not self._gold:
             raise _Skipped("no task has gold; without gold() nobody knows that the tasks can be done")
         turns = sorted({len(played.observations) for _, played in self._gold})
@@ -248,9 +246,10 @@ class Checker:
         for split in self._splits_used:
             for task in self._sample(split, self._count):
                 outcome = (await self._play(task, [])).outcome
+                if outcome.failed_environment:
+                    raise _Failed(f"{task.id} breaks when nothing is done ({outcome.cause}): {outcome.detail}")
                 if outcome.reward is None or not math.isclose(outcome.reward, expected, abs_tol=1e-9):
-                    got = outcome.reward if outcome.cause is None else f"{outcome.cause}: {outcome.detail}"
-                    raise _Failed(f"doing nothing in {task.id} scores {got}; noop_score says {expected}")
+                    raise _Failed(f"doing nothing in {task.id} scores {outcome.reward}; noop_score says {expected}")
                 if outcome.success:
                     raise _Failed(f"doing nothing in {task.id} counts as success")
         return f"doing nothing scores {expected:g}"
@@ -447,6 +446,19 @@ class _opened:
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.close()
+
+
+def _how_it_went(played: _Played) -> str:
+    """An episode without success in one line: the environment's error, or a call that was refused, or the reward."""
+    outcome = played.outcome
+    if outcome.failed_environment:
+        return f"environment error ({outcome.cause}): {outcome.detail}"
+    ended = f"it ends as {outcome.status} with reward {outcome.reward}"
+    for turn, observation in enumerate(played.observations, 1):
+        for message in observation.messages:
+            if message.role == "tool" and message.text.startswith("Error: "):
+                return f"{ended}; turn {turn}, {message.name}, was answered {message.text[:200]!r}"
+    return ended
 
 
 def _contents(task: Task) -> bytes:
