@@ -13,6 +13,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -179,6 +180,27 @@ def test_a_summary_from_before_a_resume_does_not_call_the_run_finished(run: Path
     assert "not finished" in page.text and "Resumed at step 4 (incarnation 1)." in page.text
 
 
+@pytest.mark.parametrize("damage", [b"", b'{"steps": 4, "wall', b"[4]", b"\xff\xfe", b"{}"])
+def test_a_torn_summary_is_no_summary(run: Path, damage: bytes) -> None:
+    (run / "summary.json").write_bytes(damage)
+    page = read(run)
+    assert "not finished" in page.text and "step 4 of 4" in page.text
+
+
+def test_reading_a_run_changes_nothing_in_it(run: Path) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
+    assert not isinstance(RunView.open(run).ledger, str)
+    read(run)
+    assert {path.name: path.stat().st_mtime_ns for path in run.iterdir()} == before
+
+
+def test_a_run_that_was_only_evaluated_is_drawn_without_a_warning(run: Path) -> None:
+    records = [r for r in read_records(run / "metrics.jsonl") if r.get("label") == "start"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        write_curve(records, run / "curve.png")
+
+
 @pytest.mark.parametrize("left", [(), ("metrics.jsonl",), ("ledger.sqlite",), ("trajectories",)])
 def test_what_is_not_there_yet_is_said(run: Path, left: tuple[str, ...]) -> None:
     for path in run.iterdir():
@@ -321,6 +343,14 @@ def test_every_kept_episode_has_a_page(run: Path) -> None:
         (run / "trajectories" / names[0]).write_bytes(b"\xc1 torn")
         status, page = get(viewer, f"/groups/{names[0]}")
         assert status == 200 and "cannot be read" in page
+
+
+def test_a_page_that_cannot_be_made_says_why(run: Path) -> None:
+    with serving(run) as viewer:
+        (run / "config.toml").write_text("[run")
+        status, page = get(viewer, "/")
+        assert status == 500 and "cannot be made: TOMLDecodeError" in page and "Traceback" not in page
+        assert get(viewer, "/groups")[0] == 200
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,10 @@ def test_a_synchronous_run_accounts_for_every_token_and_says_when_all_is_cut(tin
     shown = [Group.load(p) for p in (config.run_dir / "trajectories").glob("eval-*.msgpack")]
     assert {g.task.split for g in shown} == {"ood"}
     notes = [r["text"] for r in records(config, "note")]
-    assert any("was cut at a limit" in text and "rollout.max_new_tokens" in text for text in notes), notes
+    assert [("rollout.max_new_tokens" in text, "in 3 steps" in text) for text in notes if "cut at a limit" in text] == [
+        (True, False),  # said once, counted at the end
+        (False, True),
+    ], notes
     assert records(config)[0]["cut_turn_share"] > 0.9
     assert replayed_actions(config) == 12
 

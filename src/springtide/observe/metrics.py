@@ -28,6 +28,16 @@ from springtide.trace import version_step
 
 _LAG_SAMPLE_S = 0.02
 _MEMORY_SAMPLE_S = 5.0
+_COUNTS = (  # of an engine's figures, those that only grow
+    "generated_tokens",
+    "aborted_tokens",
+    "computed_tokens",
+    "cached_tokens",
+    "recomputed_tokens",
+    "busy_s",
+    "idle_s",
+    "paused_s",
+)
 
 
 class Display(Protocol):
@@ -83,6 +93,7 @@ class Metrics:
         self._last_spent: dict[str, float] = {}
         self._last_engine = EngineStats()
         self._lags: deque[float] = deque(maxlen=3000)
+        self._cut_steps = 0  # steps in which every episode was cut at a limit
         self.peak_pss_mib = 0.0
 
     async def watch_loop(self) -> None:
@@ -171,6 +182,7 @@ class Metrics:
                 "generated_tokens": delta.generated_tokens,
                 "aborted_tokens": delta.aborted_tokens,
                 "computed_tokens": delta.computed_tokens,
+                "cached_tokens": delta.cached_tokens,
                 "recomputed_tokens": delta.recomputed_tokens,
                 "kv_tokens": engine.kv_tokens,
             },
@@ -187,11 +199,13 @@ class Metrics:
         finished = counts.status.total() - counts.status["environment_error"]
         limited = sum(counts.status[status] for status in ("turn_limit", "context_limit", "time_limit"))
         if finished and (limited == finished or counts.cut_turns == counts.turns > 0):
-            self.note(
-                step,
-                "every episode since the last step was cut at a limit of turns, context, time or tokens a turn: raise "
-                "rollout.max_turns, rollout.max_new_tokens or model.context",
-            )
+            self._cut_steps += 1
+            if self._cut_steps == 1:  # once: `status` and `cut_turn_share` say it of every step
+                self.note(
+                    step,
+                    "every episode since the last step was cut at a limit of turns, context, time or tokens a turn: "
+                    "raise rollout.max_turns, rollout.max_new_tokens or model.context",
+                )
 
     def evaluation(self, label: str, step: int, sampled: EvalResult, greedy: EvalResult | None) -> None:
         record = {
@@ -217,6 +231,8 @@ class Metrics:
 
     def ended(self, step: int, counts: Counts, engines: Sequence[EngineStats]) -> None:
         """What happened after the last step: with it the tokens of `generated` all have their end."""
+        if self._cut_steps > 1:
+            self.note(step, f"in {self._cut_steps} steps every episode was cut at a limit")
         delta = _difference(_total(engines), self._last_engine)
         self._write(
             {
@@ -255,7 +271,7 @@ def summarise(path: Path, ledger: dict[str, Any], *, seed: int, commit: str, pea
     for r in steps:
         seconds.update(r["seconds"])
     computed = sum(r["engine"]["computed_tokens"] for r in steps)
-    cached = sum(r["engine"]["kv_hit_rate"] * _prompt_tokens(r["engine"]) for r in steps)
+    cached = sum(r["engine"].get("cached_tokens", 0) for r in steps)  # absent in older records
     suites = sorted({s for r in (start, end) if r for s in r["suites"]})
     return Summary(
         steps=steps[-1]["step"] if steps else 0,
@@ -278,7 +294,7 @@ def summarise(path: Path, ledger: dict[str, Any], *, seed: int, commit: str, pea
         staleness_max=max((r["staleness"]["max"] for r in steps), default=0),
         stale_pool_lag_mean=sum(r["staleness"]["stale_pool_lag"] * r["staleness"]["stale_turns"] for r in steps)
         / max(1, stale_turns),
-        kv_hit_rate=cached / max(1.0, cached + computed),
+        kv_hit_rate=cached / max(1, cached + computed),
         rollout_wait_share=sum((1 - r["engine"]["busy_share"]) * r["step_s"] for r in steps) / wall if wall else 0.0,
         train_wait_share=sum(v for k, v in seconds.items() if k.startswith("wait_")) / wall if wall else 0.0,
         env_errors=sum(sum(r["env_errors"].values()) for r in all_counts),
@@ -324,39 +340,14 @@ def _pooled_gap(steps: Sequence[Mapping[str, Any]]) -> float:
     return sum(sums) / max(1, sum(counts))
 
 
-def _prompt_tokens(engine: Mapping[str, float]) -> float:
-    rate = engine["kv_hit_rate"]
-    return engine["computed_tokens"] / max(1e-9, 1 - rate) if rate < 1 else 0.0
-
-
 def _total(stats: Sequence[EngineStats]) -> EngineStats:
-    names = (
-        "generated_tokens",
-        "aborted_tokens",
-        "computed_tokens",
-        "cached_tokens",
-        "recomputed_tokens",
-        "busy_s",
-        "idle_s",
-        "paused_s",
-        "kv_tokens",
-        "kv_capacity",
+    return EngineStats(
+        **{name: sum(getattr(s, name) for s in stats) for name in (*_COUNTS, "kv_tokens", "kv_capacity")}
     )
-    return EngineStats(**{name: sum(getattr(s, name) for s in stats) for name in names})
 
 
 def _difference(new: EngineStats, old: EngineStats) -> EngineStats:
-    names = (
-        "generated_tokens",
-        "aborted_tokens",
-        "computed_tokens",
-        "cached_tokens",
-        "recomputed_tokens",
-        "busy_s",
-        "idle_s",
-        "paused_s",
-    )
-    return EngineStats(**{name: max(0, getattr(new, name) - getattr(old, name)) for name in names})
+    return EngineStats(**{name: max(0, getattr(new, name) - getattr(old, name)) for name in _COUNTS})
 
 
 def _of(record: Mapping[str, Any] | None, key: str) -> float | None:

@@ -102,7 +102,7 @@ def _success(
         if xs:
             axes.plot(xs, [100 * y for y in ys], color=color, alpha=0.2, linewidth=0.9)
             axes.plot(xs, [100 * y for y in smooth(ys, width)], color=color, linewidth=2.0)
-    reach = max([r["step"] for r in (*steps, *evals)], default=1)
+    reach = max([1, *(r["step"] for r in (*steps, *evals))])  # the evaluation at the start is at step 0
     for record in evals:
         for place, (suite, result) in enumerate(sorted(record["suites"].items())):
             color = colors[suite]

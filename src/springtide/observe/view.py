@@ -85,6 +85,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._send(HTTPStatus.NOT_FOUND, _message("There is no such page."))
         except ConfigError as error:  # the run directory went away
             return self._send(HTTPStatus.GONE, _message(str(error)))
+        except Exception as error:  # said to the reader: a dropped connection would say nothing
+            text = f"This page cannot be made: {type(error).__name__}: {error}"
+            return self._send(HTTPStatus.INTERNAL_SERVER_ERROR, _message(text))
         self._send(HTTPStatus.OK, body)
 
     def _send(self, status: HTTPStatus, body: str) -> None:
