@@ -12,7 +12,7 @@ import torch
 from springtide.trace import Group
 from springtide.trainer.data import load_step
 from springtide.trainer.model import Policy, load_policy
-from springtide.trainer.muon import orthogonalise
+from springtide.trainer.muon import Muon, orthogonalise
 from springtide.trainer.optim import Optimizer
 from springtide.trainer.step import Shape, accumulate_policy, accumulate_supervised
 from trainer_parts import config, tiny_model, write_groups
@@ -177,11 +177,37 @@ def test_warm_up_is_linear(tmp_path):
     assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
 
 
-@pytest.mark.parametrize("shape", [(16, 40), (40, 16), (24, 24)])
-def test_muon_turns_a_gradient_into_a_nearly_orthogonal_update(shape):
+@pytest.mark.parametrize("shape", [(16, 40), (24, 24)])
+def test_muon_turns_gradients_into_nearly_orthogonal_updates(shape):
     torch.manual_seed(0)
-    values = torch.linalg.svdvals(orthogonalise(torch.randn(shape) * 1e-3))
+    values = torch.linalg.svdvals(orthogonalise(torch.randn(3, *shape) * 1e-3))
     assert values.min() > 0.3 and values.max() < 1.3
+
+
+@pytest.mark.parametrize(
+    ("adjust", "factors"), [("match_rms_adamw", (0.2 * 40**0.5, 0.2 * 40**0.5)), ("original", (1.0, 2.5**0.5))]
+)
+def test_muon_steps_lying_and_standing_matrices_as_its_equations_say(adjust, factors):
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((16, 40), (40, 16), (16, 40))]
+    idle = params.pop()
+    optimizer = Muon([*params, idle], lr=0.01, weight_decay=0.5, momentum=0.9, adjust=adjust)
+    expected, momenta, idle_before = (
+        [p.detach().clone() for p in params],
+        [torch.zeros_like(p) for p in params],
+        idle + 0,
+    )
+    for _ in range(3):
+        for i, p in enumerate(params):
+            p.grad = torch.randn_like(p)
+            momenta[i] = 0.9 * momenta[i] + 0.1 * p.grad
+            update = 0.1 * p.grad + 0.9 * momenta[i]
+            lying = orthogonalise((update if i == 0 else update.mT)[None])[0]
+            expected[i] = expected[i] * (1 - 0.01 * 0.5) - 0.01 * factors[i] * (lying if i == 0 else lying.mT)
+        optimizer.step()
+    for p, value in zip(params, expected, strict=True):
+        assert torch.allclose(p, value, atol=1e-5)
+    assert torch.equal(idle, idle_before), "without a gradient nothing moves, and nothing decays"
 
 
 def test_muon_leaves_embeddings_norms_and_head_to_adamw(tmp_path):

@@ -1,21 +1,25 @@
 """Muon: momentum, orthogonalised, for hidden weight matrices.
 
-    M  <- beta M + G
-    O  = NewtonSchulz(G + beta M)     the nearest semi-orthogonal matrix, about: singular values in [0.7, 1.2]
-    W  <- (1 - lr * wd) W - lr * 0.2 * sqrt(max(rows, columns)) * O
+    M  <- beta M + (1 - beta) G
+    O  = NewtonSchulz((1 - beta) G + beta M)     the nearest semi-orthogonal matrix, about: singular values in [0.7, 1.2]
+    W  <- (1 - lr * wd) W - lr * c * O
 
-The factor gives updates of AdamW's usual size (root mean square 0.2), so one learning rate serves both. Sources:
-K. Jordan et al., "Muon" (2024), the quintic's coefficients; Moonlight (arXiv 2502.16982), the factor.
-Called by: `trainer.optim`.
+c, by `adjust`, named as in torch.optim.Muon:
+    match_rms_adamw: 0.2 * sqrt(max(rows, columns)): updates of AdamW's usual size (root mean square 0.2), so one learning
+        rate serves both (Moonlight, arXiv 2502.16982).
+    original: sqrt(max(1, rows / columns)) (K. Jordan et al., "Muon", 2024, also the source of the quintic's coefficients).
+Called by: `trainer.optim`, and the builder of springtide-nano.
 
 Why not torch.optim.Muon: it iterates in bfloat16, which a CPU without bfloat16 products emulates; for 35 matrices of
-about 160 x 400 that took 1.3 s against 0.09 s in float32, as much as a third of a whole training step.
+about 160 x 400 that took 1.3 s against 0.09 s in float32, as much as a third of a whole training step. And it takes one
+matrix at a time; here those of one shape, lying or standing, go together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,34 +29,57 @@ _STEPS = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """For matrices only; embeddings, norms and the output head belong to AdamW. Raises: ValueError otherwise."""
+    """For matrices only; embeddings, norms and the output head belong to AdamW. One parameter group a shape.
 
-    def __init__(self, params: Sequence[Tensor], lr: float, weight_decay: float = 0.0, momentum: float = 0.95) -> None:
-        if bad := [tuple(p.shape) for p in params if p.ndim != 2]:
+    Raises: ValueError for what is no matrix.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
+    ) -> None:
+        shapes: dict[tuple[int, ...], list[Tensor]] = {}
+        for p in params:
+            shapes.setdefault(tuple(sorted(p.shape)), []).append(p)
+        if bad := [shape for shape in shapes if len(shape) != 2]:
             raise ValueError(f"Muon steps matrices, not shapes {bad}")
-        super().__init__(list(params), {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "adjust": adjust}
+        super().__init__([{"params": group} for group in shapes.values()], defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                momentum.mul_(group["momentum"]).add_(p.grad)
-                update = orthogonalise(p.grad.add(momentum, alpha=group["momentum"]))
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            updates = []
+            for p in params:
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p)
+                state["momentum"].lerp_(p.grad, 1 - group["momentum"])
+                updates.append(_lying(p.grad.lerp(state["momentum"], group["momentum"])))
+            for p, update in zip(params, orthogonalise(torch.stack(updates)), strict=True):
+                rows, columns = p.shape
+                original = group["adjust"] == "original"
+                factor = math.sqrt(max(1.0, rows / columns)) if original else 0.2 * math.sqrt(max(rows, columns))
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
+                p.add_(update.mT if rows > columns else update, alpha=-group["lr"] * factor)
 
 
-def orthogonalise(matrix: Tensor) -> Tensor:
-    """The quintic Newton-Schulz iteration on a matrix [m, n]: same singular vectors, singular values near 1."""
-    wide = matrix.shape[0] <= matrix.shape[1]
-    x = matrix if wide else matrix.mT
-    if matrix.is_cuda:
-        x = x.bfloat16()
-    x = x / x.norm().clamp_min(1e-7)
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """The quintic Newton-Schulz iteration on [N, R, C], R <= C: same singular vectors, singular values near 1."""
+    x = matrices.bfloat16() if matrices.is_cuda else matrices
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)
     for _ in range(_STEPS):
-        square = x @ x.mT
-        x = _A * x + (_B * square + _C * (square @ square)) @ x
-    return (x if wide else x.mT).to(matrix.dtype)
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
+    return x.to(matrices.dtype)
+
+
+def _lying(matrix: Tensor) -> Tensor:
+    return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT

@@ -23,9 +23,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from springtide.models.nano.dialogue import END, PAD, Dialogue, encode
 from springtide.models.nano.drills import DRILLS, Lexicon
 from springtide.models.nano.gold import Seen
-from springtide.models.nano.muon import Muon
 from springtide.models.nano.network import hidden_states, make_config, make_model
 from springtide.trace import atomic_write
+from springtide.trainer.muon import Muon
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _run(recipe: Recipe, model: Qwen3ForCausalLM) -> Run:
     hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     adam = torch.optim.AdamW(others, lr=recipe.adam_lr, betas=(0.9, 0.98), weight_decay=0.0)
-    return Run(recipe, model, Muon(hidden, recipe.muon_lr), adam)
+    return Run(recipe, model, Muon(hidden, recipe.muon_lr, adjust="original"), adam)
 
 
 def draw(recipe: Recipe, step: int, seen: Seen, lexicon: Lexicon) -> list[Dialogue]:
@@ -114,7 +114,8 @@ def train_step(run: Run, dialogues: list[Dialogue], tokenizer: Tokenizer) -> flo
         total += float(loss.detach())
     torch.nn.utils.clip_grad_norm_(run.adam.param_groups[0]["params"], recipe.clip)
     scale = rate(recipe, run.step)
-    run.muon.lr = recipe.muon_lr * scale
+    for group in run.muon.param_groups:
+        group["lr"] = recipe.muon_lr * scale
     run.adam.param_groups[0]["lr"] = recipe.adam_lr * scale
     run.muon.step()
     run.adam.step()
@@ -164,9 +165,17 @@ def resume(path: Path, **changes: Any) -> Run:
     model.load_state_dict(state["model"], strict=False)
     model.tie_weights()
     run = _run(replace(Recipe(**state["recipe"]), **changes), model)
-    run.muon.load_state_dict(state["muon"])
+    run.muon.load_state_dict(_momenta(run.muon, state["muon"]))
     run.adam.load_state_dict(state["adam"])
     for name, value in state["counts"].items():
         setattr(run, name, value)
     run.curve = state["curve"]
     return run
+
+
+def _momenta(muon: Muon, saved: dict[str, Any]) -> dict[str, Any]:
+    """A state of `muon`; files of the shipped weights' time hold `buffers`, its momenta by shape, in the same order."""
+    if "buffers" not in saved:
+        return saved
+    momenta = [buffer for shape in saved["buffers"] for buffer in shape]
+    return {**muon.state_dict(), "state": {i: {"momentum": momentum} for i, momentum in enumerate(momenta)}}
