@@ -1,13 +1,13 @@
 """Muon: momentum, orthogonalised, for hidden weight matrices.
 
     M  <- beta M + (1 - beta) G
-    O  = NewtonSchulz((1 - beta) G + beta M)     the nearest semi-orthogonal matrix, about: singular values in [0.7, 1.2]
+    O  = NewtonSchulz((1 - beta) G + beta M)   the nearest semi-orthogonal matrix, about: singular values in [0.7, 1.2]
     W  <- (1 - lr * wd) W - lr * c * O
 
 c, by `adjust`, named as in torch.optim.Muon:
-    match_rms_adamw: 0.2 * sqrt(max(rows, columns)): updates of AdamW's usual size (root mean square 0.2), so one learning
-        rate serves both (Moonlight, arXiv 2502.16982).
-    original: sqrt(max(1, rows / columns)) (K. Jordan et al., "Muon", 2024, also the source of the quintic's coefficients).
+    match_rms_adamw: 0.2 * sqrt(max(rows, columns)): updates of AdamW's usual size (root mean square 0.2), so that one
+        learning rate serves both (Moonlight, arXiv 2502.16982).
+    original: sqrt(max(1, rows / columns)) (K. Jordan et al., "Muon", 2024; the quintic's coefficients too).
 Called by: `trainer.optim`, and the builder of springtide-nano.
 
 Why not torch.optim.Muon: it iterates in bfloat16, which a CPU without bfloat16 products emulates; for 35 matrices of
