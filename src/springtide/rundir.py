@@ -99,7 +99,9 @@ def prepare(config: Config, *, resume: bool) -> tuple[RunDirectory, IO[str]]:
 
 
 def _check_changes(old: Config, new: Config) -> None:
-    changed = changed_keys(old, new) - RESUMABLE
+    # Where the run lies is where its configuration was found: another spelling (relative, through a link, moved) is no
+    # other run.
+    changed = changed_keys(old, new) - RESUMABLE - {"run.dir", "run.name"}
     if changed:
         raise ConfigError(
             f"--resume cannot change {', '.join(sorted(changed))}; it accepts {', '.join(sorted(RESUMABLE))}"

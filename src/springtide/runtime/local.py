@@ -214,7 +214,8 @@ def weights_directory(run: Path, configured: Path | None) -> Path:
     shared = Path("/dev/shm")
     if configured is None and not os.access(shared, os.W_OK):
         return run / "weights"
-    tag = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]  # two runs of one name must not meet
+    run = run.resolve()  # however it is spelled
+    tag = hashlib.sha256(str(run).encode()).hexdigest()[:12]  # two runs of one name must not meet
     return (configured or shared / f"springtide-{os.getuid()}") / f"{run.name}-{tag}"
 
 

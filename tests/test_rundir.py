@@ -1,0 +1,42 @@
+"""A run's directory: whose it is, and what a resume may change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.run_support import run_config
+
+from springtide.config import Config, ConfigError, load_config
+from springtide.rundir import RunDirectory, prepare
+
+
+def _go(config: Config, *, resume: bool) -> RunDirectory:
+    directory, lock = prepare(config, resume=resume)
+    lock.close()
+    return directory
+
+
+def test_a_run_is_resumed_under_any_spelling_of_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`runs` and `./runs/` and the whole path were three runs; a resume was refused for a slash."""
+    monkeypatch.chdir(tmp_path)
+    made = _go(run_config(tmp_path, Path("runs")), resume=False)
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    (tmp_path / "runs" / "alias").symlink_to(tmp_path / "runs" / "run")
+    base = run_config(tmp_path, Path("runs"))
+    for place, name in (
+        ("runs/", "run"),
+        ("./runs/../runs", "run"),
+        (str(tmp_path / "runs"), "run"),
+        ("link", "alias"),
+    ):
+        config = base.model_copy(update={"run": base.run.model_copy(update={"dir": place, "name": name})})
+        directory = _go(config, resume=True)
+        assert directory.config.samefile(made.config)
+        assert load_config(directory.config) == config
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    _go(run_config(tmp_path, tmp_path / "moved"), resume=True)
+    with pytest.raises(ConfigError, match=r"cannot change rollout\.temperature;"):
+        _go(run_config(tmp_path, tmp_path / "moved", rollout={"temperature": 0.5}), resume=True)
+    with pytest.raises(ConfigError, match="holds no run to resume"):
+        _go(run_config(tmp_path, tmp_path / "elsewhere"), resume=True)
