@@ -50,7 +50,7 @@ def test_steps_that_are_not_finite_are_refused_counted_and_end_the_run_by_name(
 ) -> None:
     """verl#1581: a run went NaN and went on. A coefficient this large overflows as soon as the policy moves."""
     config = run_config(tiny_model, tmp_path, run={"steps": 20}, algorithm={"kl_coef": 3e38, "equal_rewards": "keep"})
-    with pytest.raises(BrokenRun, match=r"the last 5 steps were refused: (loss|gradient) not finite"):
+    with pytest.raises(BrokenRun, match=r"5 steps were refused: (loss|gradient) .*not finite at step \d+; lower"):
         springtide.train(config)
     steps = records(config)
     refused = [r for r in steps if r["trainer"]["refused"]]

@@ -11,6 +11,7 @@ import pytest
 
 from springtide.process import Process, start_process
 from springtide.trace import Group
+from springtide.trainer.checkpoint import NotFinite
 from springtide.trainer.data import read_logprobs
 from springtide.trainer.rank import Rank
 from springtide.wire import RemoteError
@@ -136,6 +137,21 @@ def test_a_step_that_is_not_finite_is_refused_counted_and_leaves_the_weights(tmp
     assert figures["refused"] == "loss" and figures["refused_steps"] == 1 and figures["steps"] == 0
     assert all(bool((w == before[n]).all()) for n, w in rank._policy.tensors().items())
     assert rank.status()["refused"] == 1
+    assert figures["refused_tensor"] is None, "the clip left no gradient there"
+
+
+def test_weights_that_are_not_finite_are_neither_published_nor_saved(tmp_path):
+    """A step may be finite and what it leaves not: the checkpoint before stays the newest."""
+    rank = Rank()
+    rank.init(settings(), str(tiny_model(tmp_path / "model")), store=str(tmp_path / "store"))
+    name, tensor = list(rank._policy.tensors().items())[3]
+    tensor.view(-1)[5] = float("inf")
+    says = f"after step 7 the weights are not finite, the first in {name}: lower trainer.lr"
+    with pytest.raises(NotFinite, match=says):
+        rank.publish((2 << 32) | 7)
+    with pytest.raises(NotFinite, match="after step 7"):
+        rank.save(str(tmp_path / "checkpoint"), {"step": 7})
+    assert not list(tmp_path.glob("*checkpoint*")) and rank.version == -1
 
 
 def test_nothing_to_train_is_one_clear_line(tmp_path):

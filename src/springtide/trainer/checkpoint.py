@@ -40,6 +40,10 @@ class CheckpointError(Exception):
     """A checkpoint that must not be used: torn, changed, or of another kind. The text names file and remedy."""
 
 
+class NotFinite(Exception):
+    """Weights with an infinity or a NaN: neither published nor saved. The text names the tensor and the remedy."""
+
+
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """A scratch directory beside `path` that takes its name when the block ends well, with a manifest, durably.

@@ -34,6 +34,7 @@ from springtide.schedule.policies import Bounds, Wait, choose_batch, make_policy
 from springtide.schedule.readiness import Began, Evaluation, Readiness, StepEnded, StepStarted, event_to_json
 from springtide.schedule.sampling import UniformSampler
 from springtide.trace import TaskRef, make_version
+from springtide.trainer.checkpoint import NotFinite
 from springtide.wire import ConnectionLost, RemoteError
 
 _STEP_S = 3600.0  # deadline of one optimiser step, a publication, a checkpoint
@@ -157,9 +158,14 @@ class Driver:
             paths.append(str(path))
 
         await _bounded(64, [gold(visit, task) for visit, task in enumerate(tasks)])
-        await self._runtime.trainer.call(
+        told = await self._runtime.trainer.call(
             "cold_start", deadline_s=_STEP_S, paths=tuple(sorted(paths)), steps=cold.steps, batch=cold.batch, lr=cold.lr
         )
+        if refused := told["refused_steps"]:
+            text = f"{refused} of {cold.steps} steps of the cold start were refused, their loss or gradient not finite"
+            if refused == cold.steps:
+                raise BrokenRun(f"{text}; lower trainer.cold_start.lr, or mend the model")
+            self.metrics.note(self.step, text)
 
     @contextlib.asynccontextmanager
     async def feeding(self) -> AsyncIterator[None]:
@@ -231,15 +237,20 @@ class Driver:
         await self._log_step(summaries, learned)
         if self._refused >= _REFUSED_STEPS:
             raise BrokenRun(
-                f"the last {self._refused} steps were refused: {learned['refused']} not finite; lower trainer.lr or "
-                "algorithm.kl_coef, or resume from an earlier checkpoint"
+                f"the last {self._refused} steps were refused: {_refusal(learned)} not finite at step {self.step}; "
+                "lower trainer.lr or algorithm.kl_coef, or resume from an earlier checkpoint (trainer.grad_norm and "
+                "trainer.ratio_max in metrics.jsonl show where it began)"
             )
 
     async def publish(self) -> None:
         """Publish the trainer's weights under this step's version, and wait until every engine verified them."""
         version = make_version(self.incarnation, self.step)
         with self._clock.measure("publish"):
-            await self._runtime.trainer.call("publish", deadline_s=_STEP_S, version=version)
+            try:
+                await self._runtime.trainer.call("publish", deadline_s=_STEP_S, version=version)
+            except RemoteError as error:
+                _end_if_not_finite(error)
+                raise
             refresh = self.config.rollout.stale_probability > 0 and (
                 self._stale_step < 0 or self.step - self._stale_step >= self.config.rollout.stale_refresh
             )
@@ -267,6 +278,7 @@ class Driver:
             try:
                 await self._runtime.trainer.call("save", deadline_s=_STEP_S, path=str(path), extra=extra)
             except RemoteError as error:
+                _end_if_not_finite(error)
                 why = " ".join(error.message.split())
                 raise BrokenRun(
                     f"cannot write checkpoint {path}: {why}; make room there and continue with --resume"
@@ -368,7 +380,7 @@ class Driver:
         counts.dropped["refused_step"] += len(visits)
         counts.discarded["refused_step"] += learned["loss_tokens"]
         learned["loss_tokens"] = 0
-        self.metrics.note(self.step, f"step {self.step} was refused, its {learned['refused']} is not finite")
+        self.metrics.note(self.step, f"step {self.step} was refused, its {_refusal(learned)} is not finite")
 
     async def _frozen_logprobs(self, items: tuple[dict[str, Any], ...]) -> dict[str, str]:
         """The files of log-probs that the step's loss needs, each written by a rank of its own."""
@@ -430,6 +442,17 @@ class Driver:
     def _record(self, event: Any) -> None:
         self._events.write(json.dumps(event_to_json(event)) + "\n")
         self._events.flush()
+
+
+def _refusal(learned: dict[str, Any]) -> str:
+    tensor = learned["refused_tensor"]
+    return f"{learned['refused']}{f' (first that of {tensor})' if tensor else ''}"
+
+
+def _end_if_not_finite(error: RemoteError) -> None:
+    """Weights that must be neither published nor saved end the run with their own line."""
+    if error.kind == NotFinite.__name__:
+        raise BrokenRun(error.message) from error
 
 
 async def _bounded(limit: int, work: list[Any]) -> None:

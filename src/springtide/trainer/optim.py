@@ -21,11 +21,13 @@ from springtide.trainer.muon import Muon
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """grad_norm is before clipping. refused: why the step was not taken, or None."""
+    """grad_norm is before clipping. refused: why the step was not taken, or None; refused_tensor: the first whose
+    gradient is not finite, in checkpoint order."""
 
     grad_norm: float
     lr: float
     refused: Literal["loss", "gradient"] | None = None
+    refused_tensor: str | None = None
 
 
 class Optimizer:
@@ -33,6 +35,7 @@ class Optimizer:
 
     def __init__(self, policy: Policy, config: Trainer) -> None:
         self._config, self._parameters, self.steps = config, policy.parameters(), 0
+        self._names = list(policy.tensors())
         common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
         rest = self._parameters
         self._parts: list[torch.optim.Optimizer] = []
@@ -60,11 +63,11 @@ class Optimizer:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         try:
             if not torch.isfinite(torch.tensor(loss_sum)):
-                return StepResult(float("nan"), lr, "loss")
+                return StepResult(float("nan"), lr, "loss", self._first_not_finite())
             torch._foreach_div_(gradients, float(denominator))
             norm = torch.nn.utils.get_total_norm(gradients)
             if not torch.isfinite(norm):
-                return StepResult(float(norm), lr, "gradient")
+                return StepResult(float(norm), lr, "gradient", self._first_not_finite())
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._config.grad_clip, norm)
             for part in self._parts:
                 for group in part.param_groups:
@@ -75,6 +78,13 @@ class Optimizer:
         finally:
             for p in self._parameters:
                 p.grad = None
+
+    def _first_not_finite(self) -> str | None:
+        """None too where every entry is finite and only their sum overflowed."""
+        for name, p in zip(self._names, self._parameters, strict=True):
+            if p.grad is not None and not torch.isfinite(p.grad).all():
+                return name
+        return None
 
     def state(self) -> dict[str, Any]:
         return {"steps": self.steps, "parts": [part.state_dict() for part in self._parts]}

@@ -25,6 +25,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from springtide.config import Config, make_config
+from springtide.trace import version_step
 from springtide.trainer import checkpoint as files
 from springtide.trainer.checkpoint import CheckpointError
 from springtide.trainer.data import DataError, StepData, load_step, write_logprobs
@@ -211,11 +212,15 @@ class Rank:
         }
 
     def publish(self, version: int) -> dict[str, Any]:
-        """Put the present weights into the store as `version`, with a canary. Returns `{version, seconds}`."""
+        """Put the present weights into the store as `version`, with a canary. Returns `{version, seconds}`.
+
+        Raises: NotFinite.
+        """
         from springtide.weights.store import Canary
 
         policy, _ = self._ready()
         started = time.perf_counter()
+        _need_finite(policy, version_step(version))
         ids = np.random.default_rng(0).integers(0, policy.vocab_size, _CANARY_TOKENS).astype(np.int32)
         canary = Canary(tuple(ids.tolist()), tuple(policy.score(ids).tolist()))
         self._weights().publish(version, policy.tensors(), canary)
@@ -232,10 +237,11 @@ class Rank:
     def save(self, path: str, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         """Write a checkpoint directory, whole or not at all. extra: JSON of the caller, returned by `init`.
 
-        Returns `{path, bytes, seconds}`.
+        Returns `{path, bytes, seconds}`. Raises: NotFinite.
         """
         policy, optimizer, _ = self._trainer()
         started = time.perf_counter()
+        _need_finite(policy, (extra or {}).get("step", optimizer.steps))
         with files.new_directory(Path(path)) as scratch:
             self._write_model(policy, scratch)
             torch.save({"optimizer": optimizer.state(), "rng": torch.get_rng_state()}, scratch / files.OPTIMIZER)
@@ -312,6 +318,18 @@ def _need_tokens(data: StepData) -> None:
         raise DataError("none of these trajectories has an action token; there is nothing to train")
 
 
+def _need_finite(policy: Policy, step: int) -> None:
+    for name, tensor in policy.tensors().items():
+        if not torch.isfinite(tensor).all():
+            remedy = (
+                "lower trainer.lr and resume from the checkpoint before (trainer.grad_norm and trainer.ratio_max in "
+                "metrics.jsonl show where it began)"
+                if step
+                else "the model of model.path is damaged, or trainer.cold_start.lr is too high"
+            )
+            raise files.NotFinite(f"after step {step} the weights are not finite, the first in {name}: {remedy}")
+
+
 def _figures(data: StepData, sums: Sums, result: StepResult, steps: int, refused: int) -> dict[str, Any]:
     """A step's figures: counts, means over action tokens, maxima, and seconds by part.
 
@@ -319,7 +337,7 @@ def _figures(data: StepData, sums: Sums, result: StepResult, steps: int, refused
     loss: loss sum / denominator. Means whose count is `loss_tokens`: ratio, clipped (a share), kl_behaviour, entropy,
     lag, and where computed weight, kl_reference, kl_clamped, nll. gap_mean and gap_max: |log-prob of the trainer - of
     the engine| over the `gap_tokens` sampled with the very weights trained, None where there are none. refused: why
-    the step was not taken ("loss", "gradient") or None; refused_steps counts them.
+    the step was not taken ("loss", "gradient") or None, refused_tensor where; refused_steps counts them.
     """
     totals, maxima = dict(sums.totals), dict(sums.maxima)
     gap, gap_tokens = totals.pop("gap", 0.0), int(totals.pop("gap_tokens", 0))
@@ -328,6 +346,7 @@ def _figures(data: StepData, sums: Sums, result: StepResult, steps: int, refused
         "grad_norm": result.grad_norm,
         "lr": result.lr,
         "refused": result.refused,
+        "refused_tensor": result.refused_tensor,
         "refused_steps": refused,
         "steps": steps,
         "denominator": data.denominator,
