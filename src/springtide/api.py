@@ -18,7 +18,7 @@ from springtide.config import Config, ConfigError, load_config, make_config
 from springtide.engine.openai import ChatEndpoint
 from springtide.env.local import LocalClient, LocalRunner
 from springtide.env.registry import load_suite
-from springtide.models.presets import resolve_model, vocab_size
+from springtide.models.presets import check_weights, resolve_model, vocab_size
 from springtide.observe.metrics import Summary
 from springtide.observe.report import write_report
 from springtide.rollout.endpoint import play_endpoint
@@ -89,6 +89,7 @@ def evaluate(
     load_suite(suite).select(split, level)
     if path is not None:
         check_vocab(load_chat(path, config.model.tool_format), vocab_size(path))
+        check_weights(path)
 
     def spec(task: TaskRef, visit: int, member: int, retry: int) -> EpisodeSpec:
         return EpisodeSpec.of(config, "eval", task, visit, member, retry, temperature=temperature)

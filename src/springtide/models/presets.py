@@ -8,20 +8,21 @@ from __future__ import annotations
 import json
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 SHIPPED = ("springtide-nano",)
 
 
 class ModelNotFound(Exception):
-    """No such model here. The text names what there is."""
+    """No such model here, or one that cannot be used. One line: what is wrong, and what there is or would do."""
 
 
-def resolve_model(name: str) -> Path:
+def resolve_model(name: str, *, key: str = "model.path") -> Path:
     """A shipped model by name, or a directory with a `config.json`. Raises: ModelNotFound."""
     directory = Path(str(files("springtide.models") / name)) if name in SHIPPED else Path(name)
     if not (directory / "config.json").is_file():
         raise ModelNotFound(
-            f"model.path: {name!r} is neither a directory with a config.json nor a shipped model ({', '.join(SHIPPED)})"
+            f"{key}: {name!r} is neither a directory with a config.json nor a shipped model ({', '.join(SHIPPED)})"
         )
     return directory
 
@@ -46,3 +47,76 @@ def _setting(directory: Path, name: str) -> int | None:
     except (ValueError, AttributeError) as error:
         raise ModelNotFound(f"{directory}/config.json is not a model's configuration: {error}") from None
     return value if isinstance(value, int) else None
+
+
+def check_weights(directory: Path) -> None:
+    """Read the headers of the model's safetensors files, and compare their shapes with its configuration.
+
+    For the architectures the engine runs; no tensor is read. Raises: ModelNotFound, with the file and the first fault.
+    """
+    index, shapes = directory / "model.safetensors.index.json", dict[str, list[int]]()
+    names = ["model.safetensors"]
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelNotFound(f"{index} is not an index of weights: {error!r}; copy the model again") from None
+    for name in names:
+        shapes |= _shapes(directory / name)
+    try:
+        wanted = _expected_shapes(json.loads((directory / "config.json").read_text()))
+    except (KeyError, TypeError) as error:
+        raise ModelNotFound(f"{directory}/config.json does not describe a decoder: {error!r} is missing") from None
+    for name, expected in wanted.items():
+        if name not in shapes:
+            raise ModelNotFound(f"{directory}: the weights lack {name}, which config.json wants; copy the model again")
+        if shapes[name] != expected:
+            raise ModelNotFound(
+                f"{directory}: {name} is {shapes[name]} in the weights and {expected} by config.json; "
+                "they belong to different models"
+            )
+
+
+def _shapes(file: Path) -> dict[str, list[int]]:
+    """Tensor -> shape, from a safetensors file's header."""
+    try:
+        with open(file, "rb") as reader:
+            length, size = int.from_bytes(reader.read(8), "little"), file.stat().st_size
+            header: Any = json.loads(reader.read(length)) if 0 < length <= size - 8 else None
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        shapes = {name: list(entry["shape"]) for name, entry in entries.items()}
+        ends = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except OSError as error:
+        raise ModelNotFound(f"{file}: {error.strerror or error}; a model's weights are safetensors files") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ModelNotFound(f"{file} is not a safetensors file, or is torn; copy the model again") from None
+    if 8 + length + ends != size:
+        raise ModelNotFound(f"{file} is torn: {size} bytes, its header says {8 + length + ends}; copy the model again")
+    return shapes
+
+
+def _expected_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
+    """What the tensors of a Llama, Qwen2 or Qwen3 must measure; empty for others, which the engine names itself."""
+    kind = (config.get("architectures") or [""])[0]
+    if kind not in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        return {}
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    size = config.get("head_dim") or hidden // heads
+    queries, keys = heads * size, (config.get("num_key_value_heads") or heads) * size
+    shapes = {"model.embed_tokens.weight": [config["vocab_size"], hidden], "model.norm.weight": [hidden]}
+    if not config.get("tie_word_embeddings", False):
+        shapes["lm_head.weight"] = [config["vocab_size"], hidden]
+    for layer in range(config["num_hidden_layers"]):
+        for name, shape in (
+            ("self_attn.q_proj", [queries, hidden]),
+            ("self_attn.k_proj", [keys, hidden]),
+            ("self_attn.v_proj", [keys, hidden]),
+            ("self_attn.o_proj", [hidden, queries]),
+            ("mlp.gate_proj", [inner, hidden]),
+            ("mlp.up_proj", [inner, hidden]),
+            ("mlp.down_proj", [hidden, inner]),
+            ("input_layernorm", [hidden]),
+            ("post_attention_layernorm", [hidden]),
+        ):
+            shapes[f"model.layers.{layer}.{name}.weight"] = shape
+    return shapes

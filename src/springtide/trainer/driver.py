@@ -21,6 +21,7 @@ from typing import Any
 from springtide.algorithms.advantages import GroupRewards, Member, RunningMoments, advantages, consumed
 from springtide.config import Config
 from springtide.ledger import Ledger
+from springtide.models.presets import resolve_model
 from springtide.observe.metrics import Metrics, Summary, commit, summarise
 from springtide.observe.sinks import read_records
 from springtide.process import root_cause
@@ -403,7 +404,7 @@ class Driver:
         if self._runtime.reference is not None and not start.exists() and configured is None:
             await self._runtime.trainer.call("export", deadline_s=_STEP_S, path=str(start))
         for rank, model in (
-            (self._runtime.reference, configured or str(start)),
+            (self._runtime.reference, str(resolve_model(configured)) if configured else str(start)),
             (self._runtime.proximal, str(self._runtime.model_dir)),
         ):
             if rank is not None:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from springtide.chat import check_vocab, load_chat
 from springtide.config import Config, ConfigError
 from springtide.env.registry import load_suite
 from springtide.ledger import Ledger
-from springtide.models.presets import max_positions, resolve_model, vocab_size
+from springtide.models.presets import check_weights, max_positions, resolve_model, vocab_size
 from springtide.observe.metrics import Metrics
 from springtide.observe.progress import make_display
 from springtide.observe.sinks import append_lines, open_sinks
@@ -27,6 +30,8 @@ from springtide.runtime.local import open_runtime
 from springtide.trace import TaskRef
 from springtide.trainer.checkpoint import CheckpointError, verify
 from springtide.trainer.driver import Driver
+
+_DEVICE_S = 120.0  # to import torch and make one tensor: the first touch of a GPU may take half a minute
 
 
 @contextlib.asynccontextmanager
@@ -85,6 +90,12 @@ def check_run(config: Config) -> Path:
     limit = max_positions(model_dir)
     if limit is not None and config.model.context > limit:
         raise ConfigError(f"model.context: {config.model.context} is more than the model's {limit} positions")
+    check_weights(model_dir)
+    if config.reference.path is not None:
+        check_weights(resolve_model(config.reference.path, key="reference.path"))
+    for key, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
+        if (why := _unusable(device)) is not None:
+            raise ConfigError(f'{key}: {device!r} cannot be used here: {why}; "cpu" always can')
     names: set[str] = set()
     for entry in config.suites:
         suite = load_suite(entry.use)
@@ -93,6 +104,29 @@ def check_run(config: Config) -> Path:
             raise ConfigError(f"suites: {entry.use} is called {suite.name}, as one before it is; rename one")
         names.add(suite.name)
     return model_dir
+
+
+@functools.cache
+def _unusable(device: str) -> str | None:
+    """Why no tensor can be made and read on the device, or None. Asked of a process: the driver loads no torch."""
+    if device == "cpu":
+        return None
+    code = (
+        "import sys, torch\n"
+        "try:\n"
+        "    float(torch.ones(1, device=sys.argv[1]).sum())\n"
+        "except Exception as error:\n"
+        "    print(str(error).strip().splitlines()[0].rstrip('.'))\n"
+    )
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", code, device], capture_output=True, text=True, timeout=_DEVICE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"it did not answer within {_DEVICE_S:g} s"
+    if asked.returncode != 0:
+        return (asked.stderr.strip().splitlines() or ["its driver ended the process"])[-1]
+    return asked.stdout.strip() or None
 
 
 def newest_checkpoint(directory: RunDirectory, note: Any) -> Path | None:

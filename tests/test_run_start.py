@@ -1,0 +1,89 @@
+"""What cannot run is one line before any process starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tests.run_support import run_config
+
+from springtide.config import ConfigError
+from springtide.models.presets import ModelNotFound, check_weights, resolve_model
+from springtide.trainer.start import check_run
+
+
+@pytest.fixture
+def model(tiny_model: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model to damage."""
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+def refused(model: Path) -> str:
+    """The one line with which a run of `model` is refused."""
+    with pytest.raises(ModelNotFound) as caught:
+        check_run(run_config(model, model.parent))
+    text = str(caught.value)
+    assert "\n" not in text and str(model) in text
+    return text
+
+
+@pytest.mark.parametrize("key", ["engine", "trainer"])
+def test_a_device_that_is_not_there_is_named_with_its_key(tiny_model: Path, tmp_path: Path, key: str) -> None:
+    tables: dict[str, Any] = {key: {"device": "cuda:99"}}
+    with pytest.raises(ConfigError, match=rf'^{key}\.device: .cuda:99. cannot be used here: .+; "cpu" always can$'):
+        check_run(run_config(tiny_model, tmp_path, **tables))
+
+
+def test_weights_that_are_missing_or_torn_are_named(model: Path) -> None:
+    file = model / "model.safetensors"
+    whole = file.read_bytes()
+    for damaged, says in (
+        (whole[:-5], "is torn"),
+        (whole[:300], "is torn; copy the model again"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is not a safetensors file"),
+        (b"", "is not a safetensors file"),
+    ):
+        file.write_bytes(damaged)
+        assert says in refused(model)
+    file.unlink()
+    assert "model.safetensors: No such file" in refused(model)
+    file.mkdir()
+    assert "Is a directory" in refused(model)
+
+
+def test_weights_of_another_model_are_named_by_their_first_tensor(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 2}))
+    assert "self_attn.k_proj.weight is [16, 32] in the weights and [32, 32] by config.json" in refused(model)
+    (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    assert "the weights lack model.layers.2.self_attn.q_proj.weight" in refused(model)
+    (model / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "intermediate_size"}))
+    assert "KeyError('intermediate_size')" in refused(model)
+
+
+def test_weights_in_several_files_are_read_by_their_index(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+    for file, held in parts.items():
+        save_file({n: np.ascontiguousarray(tensors[n]) for n in held}, model / file)
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {n: file for file, held in parts.items() for n in held}}))
+    check_run(run_config(model, model.parent))
+    (model / "b.safetensors").unlink()
+    assert "b.safetensors: No such file" in refused(model)
+    index.write_text("{}")
+    assert "is not an index of weights" in refused(model)
+
+
+def test_the_shipped_model_and_a_reference_by_name_are_checked(tiny_model: Path, tmp_path: Path) -> None:
+    check_weights(resolve_model("springtide-nano"))
+    check_run(run_config(tiny_model, tmp_path, reference={"path": "springtide-nano"}))
+    with pytest.raises(ModelNotFound, match=r"^reference\.path: 'nowhere' is neither"):
+        check_run(run_config(tiny_model, tmp_path, reference={"path": "nowhere"}))
