@@ -191,28 +191,8 @@ class _LockedEngine:
     def __init__(self, lockstep: Lockstep, engine: EngineClient) -> None:
         self._lockstep, self._engine = lockstep, engine
 
-    async def generate(
-        self,
-        session: str,
-        ids: np.ndarray,
-        sampling: Sampling,
-        *,
-        version: int | None = None,
-        prefix: str | None = None,
-        forced_ids: np.ndarray | None = None,
-        priority: int = 0,
-    ) -> Generation:
-        return await self._lockstep.generate(
-            {
-                "session": session,
-                "ids": ids,
-                "sampling": sampling,
-                "version": version,
-                "prefix": prefix,
-                "forced_ids": forced_ids,
-                "priority": priority,
-            }
-        )
+    async def generate(self, session: str, ids: np.ndarray, sampling: Sampling, **options: Any) -> Generation:
+        return await self._lockstep.generate({"session": session, "ids": ids, "sampling": sampling, **options})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
