@@ -86,6 +86,12 @@ def test_a_file_that_ends_its_process_on_import_is_refused_in_one_line(tmp_path:
     assert result.output == f"suite {use}: the process died with exit code 3 on import of {use}\n"
 
 
+def test_a_path_outside_ascii_is_examined_like_any_other(tmp_path: Path) -> None:
+    directory = tmp_path / ("環境" * 40)  # 80 characters, 480 bytes as JSON escapes: longer than the notes that follow
+    directory.mkdir()
+    assert doctor(write(directory), "--split", "train").exit_code == 0
+
+
 def test_a_cancellation_that_the_environment_raises_is_a_finding_with_its_line(tmp_path: Path) -> None:
     result = doctor(write(tmp_path, (BOUGHT, "        raise asyncio.CancelledError\n")), "--json")
     assert result.exit_code == 1

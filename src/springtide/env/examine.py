@@ -31,7 +31,7 @@ _BETWEEN_S = 600.0  # our own code between two calls of the author's
 _GRACE_S = 15.0  # a call is stopped at its deadline inside the child: one that is later than this blocks the child
 _LOOK_S = 0.1
 _FOREVER_S = 1e9  # the watch over the notes is the deadline
-_NOTE_BYTES = 512
+_NOTED, _NOTE_BYTES = 300, 4096  # characters of what runs; a character outside ASCII may take 12 bytes in JSON
 Told = Callable[[str, str, str, Verdict | None], None]
 
 
@@ -149,7 +149,7 @@ async def main(socket_path: str, args: dict[str, Any]) -> None:
 
     def note(what: str, seconds: float | None) -> None:
         # One write of fixed length: the parent never reads half of it, and it outlives the process.
-        text = json.dumps([what[:400], seconds, time.monotonic()], ensure_ascii=True)
+        text = json.dumps([what[:_NOTED], seconds, time.monotonic()])
         os.pwrite(notes, text.encode().ljust(_NOTE_BYTES), 0)
 
     checkers: list[Checker] = []
