@@ -563,8 +563,11 @@ def test_bfloat16_models_run(tmp_path) -> None:
     assert len(turn(engine, "s", np.concatenate((prompt, forced)), Sampling(0, 1, 8)).ids) == 8
 
 
-def test_without_a_compiler_the_pytorch_kernels_serve(monkeypatch, tmp_path, caplog) -> None:
-    monkeypatch.setenv("CC", "false")
+@pytest.mark.parametrize("work", ["exit 1", 'while [ "$1" != -o ]; do shift; done; echo no library > "$2"'])
+def test_without_compiled_kernels_that_load_the_pytorch_kernels_serve(monkeypatch, tmp_path, caplog, work) -> None:
+    (tmp_path / "cc").write_text(f"#!/bin/sh\n{work}\n")
+    (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setenv("CC", str(tmp_path / "cc"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     library.cache_clear()
     try:

@@ -56,19 +56,19 @@ def library() -> ctypes.CDLL | None:
     identity = repr((source.read_bytes(), compiler, _FLAGS, platform.machine(), _cpu_flags()))
     directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "springtide"
     target = directory / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if not target.exists():
-        try:
+    try:
+        if not target.exists():
             directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=directory) as temporary:
                 built = Path(temporary) / "native.so"
                 command = [*compiler.split(), *_FLAGS, str(source), "-o", str(built), "-lm"]
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
                 os.replace(built, target)
-        except (OSError, subprocess.SubprocessError) as error:
-            detail = getattr(error, "stderr", None) or str(error)
-            log.warning("the engine uses its PyTorch kernels: %s could not build %s: %s", compiler, source.name, detail)
-            return None
-    loaded = ctypes.CDLL(str(target))
+        loaded = ctypes.CDLL(str(target))  # fails where programs may not be loaded from the cache's file system
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or str(error)
+        log.warning("the engine uses its PyTorch kernels: %s could not build %s: %s", compiler, source.name, detail)
+        return None
     for name, types in _SIGNATURES.items():
         getattr(loaded, name).argtypes = types
     return loaded
