@@ -117,6 +117,21 @@ def test_a_lost_peer_fails_pending_calls_at_once(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_an_answer_that_cannot_be_read_reaches_the_pending_call_in_words(tmp_path: Path) -> None:
+    async def garbage(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(1)
+        writer.write(b"\x01\x00\x00\x00\xc1")
+        await writer.drain()
+
+    async def run() -> None:
+        server = await asyncio.start_unix_server(garbage, str(tmp_path / "s"))
+        async with server, Client.connect(str(tmp_path / "s"), name="peer", deadline_s=5) as client:
+            with pytest.raises(ConnectionLost, match="peer sent what cannot be read: cannot decode 1 bytes"):
+                await client.call("echo", deadline_s=30)
+
+    asyncio.run(run())
+
+
 def test_a_server_that_never_comes_is_named_with_the_time_waited(tmp_path: Path) -> None:
     async def run() -> None:
         async with Client.connect(str(tmp_path / "none"), name="engine", deadline_s=0.1):

@@ -244,6 +244,7 @@ class Client:
         self._writer.close()
 
     async def _listen(self) -> None:
+        why = "went away"
         try:
             while True:
                 kind, number, name, body = await _read(self._reader)
@@ -256,8 +257,10 @@ class Client:
                     future.set_exception(RemoteError(name, *body))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
+        except WireError as error:  # where the next frame begins is not known any more
+            why = f"sent what cannot be read: {error}"
         finally:
             self.lost.set()
             for future in self._pending.values():
                 if not future.done():
-                    future.set_exception(ConnectionLost(f"{self.name} went away"))
+                    future.set_exception(ConnectionLost(f"{self.name} {why}"))
