@@ -55,6 +55,18 @@ def test_a_child_that_cannot_start_says_why(tmp_path: Path) -> None:
         asyncio.run(run(f"{HELPERS}:never", 1.5))
 
 
+def test_a_child_that_cannot_be_made_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(FileNotFoundError):
+            async with start_process("child", f"{HELPERS}:echo", {}, log_path=tmp_path / "log"):
+                pass
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_children_die_with_a_killed_parent(tmp_path: Path, how: signal.Signals) -> None:
     """rllm#568, vllm#16259: a killed driver must leave no worker behind."""

@@ -88,10 +88,13 @@ async def start_process(
     found where its predecessor was. Raises: ProcessFailed if it does not listen in `deadline_s`.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="springtide-") as directory, open(log_path, "ab") as log_file:
+    with contextlib.ExitStack() as held:
+        directory = held.enter_context(tempfile.TemporaryDirectory(prefix="springtide-"))
+        log_file = held.enter_context(open(log_path, "ab"))
         socket_path = socket_path or f"{directory}/s"
         Path(socket_path).unlink(missing_ok=True)
         death_read, death_write = os.pipe()
+        held.callback(os.close, death_write)
         try:
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -131,7 +134,6 @@ async def start_process(
                 await process.client.close()
             if watcher is not None:
                 await watcher
-            os.close(death_write)
 
 
 async def _connect(
