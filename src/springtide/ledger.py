@@ -8,10 +8,12 @@ Called by: the driver and its feeder; `observe` reads it. Every method is one tr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -242,8 +244,15 @@ class Ledger:
         if changed != 1:
             raise LedgerError(f"visit {visit} is not {before}, so it cannot become {after}")
 
-    def _transaction(self) -> _Transaction:
-        return _Transaction(self._db)
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
 
     def _get(self, key: str, default: str | None = None) -> str:
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
@@ -262,14 +271,3 @@ def _read_only(path: Path) -> str:
     log = path.with_name(f"{path.name}-wal")
     written = log.exists() and log.stat().st_size > 0
     return f"file:{quote(str(path.absolute()))}?mode=ro{'' if written else '&immutable=1'}"
-
-
-class _Transaction:
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-
-    def __enter__(self) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        self._db.execute("COMMIT" if kind is None else "ROLLBACK")
