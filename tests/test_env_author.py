@@ -30,7 +30,7 @@ from springtide.env import (
     load_suite,
     tool,
 )
-from springtide.env.check import Report, check_suite
+from springtide.env.check import Checker, Verdict
 from springtide.trace import ToolCall
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -330,11 +330,11 @@ def test_a_suite_that_cannot_work_is_refused_with_the_remedy() -> None:
 def examine(suite: Suite | type[Environment], **kwargs: int) -> dict[str, tuple[str, str]]:
     made = suite if isinstance(suite, Suite) else Suite.of(suite)
 
-    async def main() -> Report:
-        return await check_suite("db", made, made.levels[0], **kwargs)
+    async def main() -> list[Verdict]:
+        checker = Checker("db", made, made.levels[0], **kwargs)
+        return [await checker.run(name) for name in checker.checks]
 
-    report = asyncio.run(main())
-    return {verdict.check: (verdict.verdict, verdict.detail) for verdict in report.verdicts}
+    return {verdict.check: (verdict.verdict, verdict.detail) for verdict in asyncio.run(main())}
 
 
 def test_the_checker_finds_what_is_wrong() -> None:

@@ -17,7 +17,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -97,25 +97,18 @@ class _Played:
         return (self.opening, self.tools, tuple(seen), self.outcome.reward, self.outcome.success)
 
 
-async def check_suite(use: str, suite: Suite, level: str, tasks: int = 8) -> Report:
-    """Examine `suite` (loaded by the name `use`) at `level`, on `tasks` tasks of every split, in this process.
-
-    What ends or blocks the process ends the examination; `env.examine` runs it in a child.
-    """
-    checker = Checker(use, suite, level, tasks)
-    verdicts = [await checker.run(name) for name in checker.checks]
-    return Report(suite.name, suite.version, level, checker.sizes, tuple(verdicts))
-
-
 class Checker:
-    """The checks of one level, by name, to be run in order: later ones use what earlier ones played."""
+    """The checks of one level, by name, to be run in order: later ones use what earlier ones played.
+
+    They run in this process: what ends or blocks it ends the examination. `use`: the name `suite` was loaded by.
+    """
 
     def __init__(
         self,
         use: str,
         suite: Suite,
         level: str,
-        tasks: int,
+        tasks: int = 8,
         splits: Sequence[str] = SPLITS,
         note: Note | None = None,
     ) -> None:
@@ -434,18 +427,14 @@ class Checker:
             return _Played(runner.messages, runner.tools, observations, outcome, seconds)
 
 
-class _opened:
+@contextlib.asynccontextmanager
+async def _opened(client: InProcessClient, task: Task) -> AsyncIterator[EpisodeRunner]:
     """A runner over a fresh environment, closed at the end of the block."""
-
-    def __init__(self, client: InProcessClient, task: Task) -> None:
-        self._client, self._task = client, task
-
-    async def __aenter__(self) -> EpisodeRunner:
-        self._runner = await self._client.open(self._task.ref, 0, 0, 0, 600.0)
-        return self._runner
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._runner.close()
+    runner = await client.open(task.ref, 0, 0, 0, 600.0)
+    try:
+        yield runner
+    finally:
+        await runner.close()
 
 
 def _how_it_went(played: _Played) -> str:
