@@ -338,12 +338,12 @@ class Driver:
         tasks = {
             suite: eval_tasks(catalog, options.tasks, dev=options.dev) for suite, catalog in self._eval_catalogs.items()
         }
-        self._feeder_event(Evaluation(time.time(), True))
+        self._feeder.apply(Evaluation(time.time(), True))
         try:
             sampled = await self._evaluate_at(tasks, version, self.config.rollout.temperature, options.samples, label)
             greedy = await self._evaluate_at(tasks, version, 0.0, 1, f"{label} greedy") if options.greedy else None
         finally:
-            self._feeder_event(Evaluation(time.time(), False))
+            self._feeder.apply(Evaluation(time.time(), False))
             if pinned:
                 await self._runtime.unpin()
         self.metrics.evaluation(label, step, sampled, greedy)
@@ -435,10 +435,6 @@ class Driver:
             state=self._state,
             restarts=self._runtime.restarts(),
         )
-
-    def _feeder_event(self, event: Any) -> None:
-        if self._state.evaluating != event.running:
-            self._feeder.apply(event)
 
     def _record(self, event: Any) -> None:
         self._events.write(json.dumps(event_to_json(event)) + "\n")
