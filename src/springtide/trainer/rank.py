@@ -32,6 +32,7 @@ from springtide.trainer.data import DataError, StepData, load_step, write_logpro
 from springtide.trainer.model import Policy, load_policy
 from springtide.trainer.optim import Optimizer, StepResult
 from springtide.trainer.step import Shape, Sums, accumulate_policy, accumulate_supervised, compute_logprobs
+from springtide.weights.store import Canary, WeightStore
 from springtide.wire import Peer, serve
 
 METHODS = frozenset(
@@ -79,8 +80,7 @@ class Rank:
         self._policy: Policy | None = None
         self._optimizer: Optimizer | None = None
         self._config: Config | None = None
-        self._store_dir: Path | None = None
-        self._store: Any = None
+        self._store: WeightStore | None = None
         self.version = -1
         self.refused = 0
 
@@ -99,8 +99,7 @@ class Rank:
         None without a checkpoint. Raises: ModelError, CheckpointError, ConfigError.
         """
         self._config = make_config(config)
-        self._store_dir = Path(store) if store else None
-        self._store = None
+        self._store = WeightStore(Path(store)) if store else None
         torch.manual_seed(self._config.run.seed)
         torch.use_deterministic_algorithms(True, warn_only=True)
         state, extra = files.read_state(Path(checkpoint)) if checkpoint else ({}, None)
@@ -165,7 +164,7 @@ class Rank:
 
         Returns `{steps, loss_start, loss_end, refused_steps, loss_tokens, tokens, seconds}` (losses of single steps).
         """
-        _, _, config = self._trainer()
+        policy, _, config = self._trainer()
         started = time.perf_counter()
         order = np.random.default_rng(config.run.seed)
         queue: list[str] = []
@@ -175,7 +174,7 @@ class Rank:
                 queue += [p for p in order.permutation(np.array(sorted(paths))).tolist() if p not in queue]
             taken, queue = queue[:batch], queue[batch:]
             history.append(self.supervised(tuple(taken), lr))
-        self.reset_optimizer()
+        self._optimizer = Optimizer(policy, config.trainer)  # RL inherits neither moments nor step count
         return {
             "steps": len(history),
             "loss_start": history[0]["loss"] if history else None,
@@ -185,11 +184,6 @@ class Rank:
             "tokens": sum(h["tokens"] for h in history),
             "seconds": time.perf_counter() - started,
         }
-
-    def reset_optimizer(self) -> None:
-        """Forget moments and step count: RL does not inherit the cold start's."""
-        policy, _, config = self._trainer()
-        self._optimizer = Optimizer(policy, config.trainer)
 
     def logprobs(self, items: tuple[dict[str, Any], ...], out: str, version: int | None = None) -> dict[str, Any]:
         """Write the log-probs of the items' action tokens to the file `out`, under the present weights.
@@ -216,8 +210,6 @@ class Rank:
 
         Raises: NotFinite.
         """
-        from springtide.weights.store import Canary
-
         policy, _ = self._ready()
         started = time.perf_counter()
         _need_finite(policy, version_step(version))
@@ -288,13 +280,9 @@ class Rank:
         policy.model.save_pretrained(directory)
         files.copy_tokenizer(policy.directory, directory)
 
-    def _weights(self) -> Any:
+    def _weights(self) -> WeightStore:
         if self._store is None:
-            if self._store_dir is None:
-                raise ValueError("this rank was given no weight store; pass `store` to init")
-            from springtide.weights.store import WeightStore
-
-            self._store = WeightStore(self._store_dir)
+            raise ValueError("this rank was given no weight store; pass `store` to init")
         return self._store
 
     def _shape(self, temperature: float) -> Shape:
