@@ -29,6 +29,7 @@ from springtide.rollout.feeder import BrokenRun, Feeder, InvalidAction, Versions
 from springtide.rollout.pool import play_once
 from springtide.rollout.worker import Worker
 from springtide.schedule.readiness import Abort, Action, Admit, Readiness
+from springtide.schedule.sampling import UniformSampler
 from springtide.trace import Group, TaskRef
 from springtide.trainer import driver
 from springtide.trainer.checkpoint import CheckpointError
@@ -219,10 +220,11 @@ def test_an_invalid_action_is_an_error_when_strict_and_counted_when_not(
     tmp_path: Path, action: Action, why: str, strict: bool
 ) -> None:
     config = run_config(tmp_path, tmp_path, schedule={"strict": strict})
+    task = TaskRef("letters/default/train/0", "letters", "1", "train", "default", 0, 0)
     feeder = Feeder(
         config, ledger=Ledger(tmp_path / "ledger.sqlite"), state=Readiness({"letters": 1.0}), policy=Wrong(action),
-        samplers={}, pool=NoPool(), versions=Versions(0), directory=tmp_path, record=lambda event: None,
-        note=lambda text: None,
+        samplers={"letters": UniformSampler("letters", (task,), 0)}, pool=NoPool(), versions=Versions(0),
+        directory=tmp_path, record=lambda event: None, note=lambda text: None,
     )  # fmt: skip
 
     async def run() -> None:
