@@ -46,6 +46,16 @@ def root_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return next((e for e in leaves if isinstance(e, ProcessFailed)), leaves[0])
 
 
+@contextlib.asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """A TaskGroup that raises its root cause instead of an exception group."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as group:
+        raise root_cause(group) from None
+
+
 class Process:
     """A running child: `client` calls it, `exited` is set when it ends, `pid` is its process id."""
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from springtide.process import root_cause
+from springtide.process import task_group
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
 from springtide.trace import TaskRef
 
@@ -82,16 +82,13 @@ async def evaluate(
                     break
         results[suite].setdefault(visit, []).append(summary)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            visit = 0
-            for suite, chosen in tasks.items():
-                for task in chosen:
-                    for member in range(samples):
-                        group.create_task(one(suite, task, visit, member))
-                    visit += 1
-    except BaseExceptionGroup as failed:
-        raise root_cause(failed) from None
+    async with task_group() as group:
+        visit = 0
+        for suite, chosen in tasks.items():
+            for task in chosen:
+                for member in range(samples):
+                    group.create_task(one(suite, task, visit, member))
+                visit += 1
     return EvalResult(
         {s: _suite_result(s, list(visits.values()), samples, generated[s]) for s, visits in results.items()}
     )

@@ -20,7 +20,7 @@ from typing import Any
 from springtide.algorithms.advantages import GroupRewards, Member, advantages, effective_reward
 from springtide.config import Config
 from springtide.ledger import Ledger
-from springtide.process import root_cause
+from springtide.process import task_group
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
 from springtide.rollout.playtime import PlayTime
 from springtide.rollout.pool import RolloutWorker, WorkerPool
@@ -113,17 +113,14 @@ class Feeder:
 
     async def run(self) -> None:
         """Carry out the policy's decisions until cancelled. Raises: BrokenRun."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                self._resume(tasks)
-                self._wake.set()
-                while True:
-                    await self._wake.wait()
-                    self._wake.clear()
-                    if not self._holding:
-                        await self._decide(tasks)
-        except BaseExceptionGroup as failed:
-            raise root_cause(failed) from None
+        async with task_group() as tasks:
+            self._resume(tasks)
+            self._wake.set()
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                if not self._holding:
+                    await self._decide(tasks)
 
     def apply(self, event: Event) -> None:
         """The one way in for events: state, record, wake."""
@@ -252,13 +249,9 @@ class Feeder:
                     await asyncio.sleep(min(_PAUSE_S, 0.1 * 2 ** (failures - self._config.rollout.group.retries)))
 
         with contextlib.suppress(TimeoutError):  # what is present at the deadline is what the group has
-            async with self._play_time.timeout_at(deadline):
-                try:
-                    async with asyncio.TaskGroup() as tasks:
-                        for number in range(self._config.rollout.group.n):
-                            tasks.create_task(member(number))
-                except BaseExceptionGroup as failed:
-                    raise root_cause(failed) from None
+            async with self._play_time.timeout_at(deadline), task_group() as tasks:
+                for number in range(self._config.rollout.group.n):
+                    tasks.create_task(member(number))
 
     async def _episode(
         self, worker: RolloutWorker, task: TaskRef, visit: int, member: int, retry: int

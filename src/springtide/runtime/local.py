@@ -8,7 +8,6 @@ Called by: the driver (`open_run`).
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import os
@@ -22,6 +21,7 @@ from typing import Any
 from springtide.config import Config, ConfigError
 from springtide.engine.protocol import EngineStats
 from springtide.env.local import LocalClient, LocalRunner
+from springtide.process import task_group
 from springtide.runtime.ranks import Pool, Rank, keep_alive
 from springtide.weights.pins import Pins
 from springtide.wire import ConnectionLost
@@ -106,7 +106,7 @@ class Runtime:
             except ConnectionLost:
                 await engine.wait_up()
 
-        async with asyncio.TaskGroup() as tasks:
+        async with task_group() as tasks:
             for engine in self.engines:
                 tasks.create_task(one(engine))
 

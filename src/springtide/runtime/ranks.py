@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from springtide.process import Process, ProcessFailed, root_cause, start_process
+from springtide.process import Process, ProcessFailed, start_process, task_group
 from springtide.wire import ConnectionLost, DeadlineExceeded
 
 _EXPLAIN_S = 1.0
@@ -111,17 +111,14 @@ class Pool:
 @contextlib.asynccontextmanager
 async def keep_alive(ranks: list[Rank]) -> AsyncIterator[None]:
     """Run all `ranks` (started together) while the block lasts. One that fails for good ends it: ProcessFailed."""
-    try:
-        async with asyncio.TaskGroup() as supervisors:
-            tasks = [supervisors.create_task(rank.run(), name=rank.name) for rank in ranks]
-            await asyncio.gather(*(rank.wait_up() for rank in ranks))
-            try:
-                yield
-            except ConnectionLost:
-                # The rank whose death explains it is noticed in a moment, and says more.
-                await asyncio.sleep(_EXPLAIN_S)
-                raise
-            for task in tasks:
-                task.cancel()
-    except BaseExceptionGroup as group:
-        raise root_cause(group) from None
+    async with task_group() as supervisors:
+        tasks = [supervisors.create_task(rank.run(), name=rank.name) for rank in ranks]
+        await asyncio.gather(*(rank.wait_up() for rank in ranks))
+        try:
+            yield
+        except ConnectionLost:
+            # The rank whose death explains it is noticed in a moment, and says more.
+            await asyncio.sleep(_EXPLAIN_S)
+            raise
+        for task in tasks:
+            task.cancel()

@@ -24,7 +24,7 @@ from springtide.ledger import Ledger
 from springtide.models.presets import resolve_model
 from springtide.observe.metrics import Metrics, Summary, commit, summarise
 from springtide.observe.sinks import read_records
-from springtide.process import root_cause
+from springtide.process import task_group
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
 from springtide.rollout.evaluate import EvalResult, eval_tasks, evaluate
 from springtide.rollout.feeder import BrokenRun, Feeder, Versions
@@ -174,7 +174,7 @@ class Driver:
         self._clock.start()
         self.metrics.begin(await self._runtime.engine_stats())
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with task_group() as tasks:
                 self._tasks = tasks
                 self._feeder.hold(False)
                 feeder = tasks.create_task(self._feeder.run(), name="feeder")
@@ -183,8 +183,6 @@ class Driver:
                 await self._feeder.end("run_ended")  # first: what nobody will train must not slow the evaluation
                 await self._join_evaluation()
                 feeder.cancel()
-        except BaseExceptionGroup as group:
-            raise root_cause(group) from None
         finally:
             self._clock.stop()
 
@@ -460,9 +458,6 @@ async def _bounded(limit: int, work: list[Any]) -> None:
         async with gate:
             await item
 
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for item in work:
-                tasks.create_task(one(item))
-    except BaseExceptionGroup as group:
-        raise root_cause(group) from None
+    async with task_group() as tasks:
+        for item in work:
+            tasks.create_task(one(item))
