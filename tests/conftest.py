@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
+
+# A shell's background job ignores SIGINT and so would all it starts; the tests of Ctrl-C would wait in vain.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TEMPLATE = """{%- if tools %}<|im_start|>system
 {%- for tool in tools %}

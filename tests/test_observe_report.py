@@ -395,6 +395,9 @@ def test_ctrl_c_ends_the_viewer_quietly(run: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as viewer:
         assert viewer.stdout is not None
         assert viewer.stdout.readline().startswith("http://127.0.0.1:")
-        viewer.send_signal(signal.SIGINT)
-        _, errors = viewer.communicate(timeout=30)
+        try:
+            viewer.send_signal(signal.SIGINT)
+            _, errors = viewer.communicate(timeout=30)
+        finally:
+            viewer.kill()
     assert viewer.returncode == 0 and errors == ""
