@@ -160,7 +160,7 @@ def test_a_blocked_loop_shows_in_its_metric() -> None:
 
     async def run() -> float:
         sink = Keeps()
-        metrics = Metrics([sink], sink, list)
+        metrics = Metrics([sink], sink)
         watcher = asyncio.create_task(metrics.watch_loop())
         await asyncio.sleep(0.1)
         time.sleep(0.3)

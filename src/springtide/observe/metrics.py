@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import statistics
 import subprocess
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -87,8 +88,8 @@ class Summary:
 class Metrics:
     """Turns what happened into records, and hands them to the sinks and the display."""
 
-    def __init__(self, sinks: Sequence[Sink], display: Display, pids: Callable[[], list[int]]) -> None:
-        self._sinks, self._display, self._pids = sinks, display, pids
+    def __init__(self, sinks: Sequence[Sink], display: Display) -> None:
+        self._sinks, self._display = sinks, display
         self._last_t = 0.0
         self._last_spent: dict[str, float] = {}
         self._last_engine = EngineStats()
@@ -105,7 +106,7 @@ class Metrics:
             self._lags.append(max(0.0, time.monotonic() - before - _LAG_SAMPLE_S))
             if time.monotonic() >= next_memory:
                 next_memory = time.monotonic() + _MEMORY_SAMPLE_S
-                total = await asyncio.to_thread(pss_mib, self._pids())
+                total = await asyncio.to_thread(pss_mib, [os.getpid()])  # all others are its children
                 self.peak_pss_mib = max(self.peak_pss_mib, total)
 
     def waiting(self, reason: str, admission: str) -> None:

@@ -85,9 +85,6 @@ class Runtime:
         env = counts.get("lost", 0) + counts.get("replaced", 0)
         return {**ranks, **({"env": env} if env else {})}
 
-    def pids(self) -> list[int]:
-        return [os.getpid()]  # all others are its children
-
     async def prepare_engine(self, engine: Rank) -> None:
         """Give a (re)started engine every version that is in use, the newest first: turns wait for nothing else."""
         current = self.versions.get("current")

@@ -45,16 +45,15 @@ async def open_run(config: Config, *, resume: bool = False) -> AsyncIterator[Dri
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(lock.close)
         events = stack.enter_context(append_lines(directory.events))
-        sinks = open_sinks(config, directory.path)
         display = stack.enter_context(make_display(config))
+        metrics = Metrics(open_sinks(config, directory.path), display)
+        stack.callback(metrics.close)
         ledger = Ledger(directory.ledger)
         stack.callback(ledger.close)
         checkpoint = newest_checkpoint(directory, display.note) if resume else None
         runtime = await stack.enter_async_context(
             open_runtime(config, directory.path, model_dir, checkpoint=checkpoint)
         )
-        metrics = Metrics(sinks, display, runtime.pids)
-        stack.callback(metrics.close)
         catalogs, evals, weights = {}, {}, {}
         split = "train" if config.eval.dev else config.eval.split
         for entry in config.suites:
