@@ -140,7 +140,7 @@ def test_session_logprobs_equal_transformers_over_turns(kind: str, kernels: str)
     episodes = make_episodes(rng, groups=3, members=3)
     engine = core(kind, kernels=kernels, kv_tokens=320, prefill_chunk=24)
     play(engine, episodes, rng)
-    assert engine.cache.evictions["evicted"] > 0
+    assert engine.cache.evicted_tokens > 0
     for episode in episodes:
         ids = episode.prompt
         for result, observation in zip(episode.results, episode.observations):

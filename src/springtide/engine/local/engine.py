@@ -332,7 +332,7 @@ class LocalEngine:
                 k.removeprefix("recomputed_"): v for k, v in counts.items() if k.startswith("recomputed_")
             },
             "kv_evictable_tokens": core.cache.pool.evictable() * BLOCK,
-            "evicted_tokens": core.cache.evictions["evicted"],
+            "evicted_tokens": core.cache.evicted_tokens,
             "forced_tokens": counts["forced"],
             "prefixes": len(core.cache.prefixes),
             "pinned": sorted(self._pinned),

@@ -11,7 +11,7 @@ The common start of a group (`prefix`) is a record of its own that shares its fu
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -103,7 +103,7 @@ class KVCache:
         # Every group's start that was ever computed, with the version: computing it again is counted as that.
         self._starts: OrderedDict[str, tuple[np.ndarray, int]] = OrderedDict()
         self._idle: OrderedDict[Record, None] = OrderedDict()  # least recently used first
-        self.evictions: Counter[str] = Counter()
+        self.evicted_tokens = 0
 
     @property
     def used_tokens(self) -> int:
@@ -263,7 +263,7 @@ class KVCache:
     def _make_room(self, need: int) -> None:
         while self.pool.free < need:
             record = next(iter(self._idle))
-            self.evictions["evicted"] += record.kv
+            self.evicted_tokens += record.kv
             self._lose(record, "evicted")
             for key in [k for k, entry in self.prefixes.items() if entry is record]:
                 del self.prefixes[key]
