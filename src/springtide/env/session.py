@@ -1,6 +1,6 @@
 """The seam between rollout and environments: what a client opens and what a session answers.
 
-Implemented by `env.local` (worker processes on this machine) and by the fabric; both pass one contract suite.
+Implemented by `env.inprocess` (this process) and `env.local` (worker processes); both pass one contract suite.
 Invariants: deadlines run only inside a call, so pausing an episode costs its environment nothing; a session lives
 while its lease is renewed; only the worker scores; gold and judges never leave the worker except through
 `Session.gold()`, which answers on `train` tasks only.
