@@ -287,6 +287,33 @@ def test_a_cancellation_that_an_author_raises_in_place_is_an_error_and_nobody_wa
     asyncio.run(main())
 
 
+def test_what_one_suite_shares_is_left_although_the_end_of_anothers_fails() -> None:
+    left: list[str] = []
+
+    def sharing(title: str) -> type[Base]:
+        class Sharing(Base):
+            name = title
+
+            @classmethod
+            @contextlib.asynccontextmanager
+            async def shared(cls):
+                yield
+                left.append(cls.name)
+                raise OSError(f"{cls.name} cannot be removed")
+
+        return Sharing
+
+    async def main() -> None:
+        kinds = [sharing("one"), sharing("two")]
+        async with InProcessClient([Suite.of(kind) for kind in kinds]) as client:
+            for kind in kinds:
+                await (await client.open(kind.tasks("train", "default")[0].ref, 0, 0, 0, 8.0)).close()
+
+    with pytest.raises(OSError, match="cannot be removed"):
+        asyncio.run(main())
+    assert left == ["two", "one"]
+
+
 def test_a_dev_tenth_of_train_is_tagged_and_ids_and_seeds_follow_the_index() -> None:
     tasks = Base.tasks("train", "default")
     assert [task.index for task in tasks if "dev" in task.tags] == [9, 19]

@@ -9,6 +9,7 @@ Called by: tests, scripts, the checker; an environment worker is this client beh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 from collections.abc import Iterable
@@ -51,11 +52,12 @@ class InProcessClient:
         await self.close()
 
     async def close(self) -> None:
-        """Leave what the suites share. Raises: what an author's `shared` raises on its way out."""
-        while self._shared:
-            environment, shared = self._shared.popitem()
-            self._say(f"in the end of {environment.__name__}.shared")
-            await shared.close()
+        """Leave what the suites share, all of it. Raises: what an author's `shared` raises on its way out."""
+        opened, self._shared = self._shared, {}
+        async with contextlib.AsyncExitStack() as stack:
+            for environment, shared in opened.items():
+                stack.push_async_callback(shared.close)
+                stack.callback(self._say, f"in the end of {environment.__name__}.shared")
 
     def _say(self, what: str) -> None:
         if self.note is not None:
