@@ -24,12 +24,13 @@ class Endpoint:
 
     def __init__(self, reply: dict[str, Any], *, failures: int = 0, status: int = 503) -> None:
         self.reply, self.failures, self.status = reply, failures, status
+        self.failure, self.kind = "overloaded", "text/plain"
         self.requests: list[dict[str, Any]] = []
 
     async def answer(self, request: web.Request) -> web.Response:
         self.requests.append(await request.json())
         if len(self.requests) <= self.failures:
-            return web.Response(status=self.status, text="overloaded")
+            return web.Response(status=self.status, text=self.failure, content_type=self.kind)
         message = {"role": "assistant", **self.reply}
         usage = {"prompt_tokens": 11, "completion_tokens": 4}
         return web.json_response({"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage})
@@ -94,6 +95,10 @@ def test_what_is_no_completion_is_said_with_the_servers_words() -> None:
             await endpoint.complete((Message("user", "hi"),), (), temperature=0.0, max_tokens=4, seed=1)
 
     with Endpoint({"content": "x"}, failures=9, status=401).serve() as url, pytest.raises(EndpointError, match="401"):
+        asyncio.run(ask(url))
+    torn = Endpoint({"content": "x"}, failures=9, status=200)
+    torn.failure, torn.kind = '{"choices": [{"mess', "application/json"
+    with torn.serve() as url, pytest.raises(EndpointError, match="JSONDecodeError"):
         asyncio.run(ask(url))
     with pytest.raises(EndpointError, match=r"127\.0\.0\.1:9/v1/chat/completions"):
         asyncio.run(ask("http://127.0.0.1:9/v1"))

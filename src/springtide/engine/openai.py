@@ -97,7 +97,7 @@ class ChatEndpoint:
                     said = f"status {response.status}: {(await response.text())[:300]}"
                     if response.status not in _PASSING:
                         break
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: the body is no JSON
                 said = f"{type(error).__name__}: {error}"
         raise EndpointError(f"{self._url} ({self._model}): {said}")
 
