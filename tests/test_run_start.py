@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from tests.run_support import run_config
+from typer.testing import CliRunner
 
+from springtide.cli.main import app
 from springtide.config import ConfigError
 from springtide.models.presets import ModelNotFound, check_weights, resolve_model
 from springtide.trainer.start import check_run
@@ -30,6 +32,12 @@ def refused(model: Path) -> str:
     text = str(caught.value)
     assert "\n" not in text and str(model) in text
     return text
+
+
+def test_figures_that_could_not_be_written_are_refused_before_an_episode_is_played(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["eval", "springtide-nano", "--suite", "db", "--out", str(tmp_path / "no" / "f")])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith(f"--out: there is no directory {tmp_path / 'no'}; ")
 
 
 @pytest.mark.parametrize("key", ["engine", "trainer"])

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from springtide.cli.train import Json
+from springtide.config import ConfigError
 from springtide.observe.sinks import plain
 from springtide.rollout.feeder import BrokenRun
 from springtide.trace import atomic_write
@@ -34,6 +35,8 @@ def command(
     """How often a policy succeeds, with a 95% interval."""
     from springtide.api import evaluate
 
+    if out is not None and not out.parent.is_dir():  # said before the episodes, not after them
+        raise ConfigError(f"--out: there is no directory {out.parent}; make it, or name another file")
     result = evaluate(
         target,
         suite,
