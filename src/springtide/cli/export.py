@@ -17,7 +17,7 @@ def command(
 ) -> None:
     """Write a checkpoint's model as a directory that transformers (and vLLM) loads."""
     from springtide.rundir import RunDirectory
-    from springtide.trainer.checkpoint import MANIFEST, new_directory, verify
+    from springtide.trainer.checkpoint import EXTRA, MANIFEST, OPTIMIZER, STATE, new_directory, verify
 
     directory = RunDirectory(source)
     saved = directory.saved()
@@ -27,7 +27,7 @@ def command(
     if target.exists():
         raise ConfigError(f"{target} exists; name a new directory")
     verify(checkpoint)
-    ours = {MANIFEST, "optimizer.pt", "state.json", "extra.json"}
+    ours = {MANIFEST, OPTIMIZER, STATE, EXTRA}
     try:
         with new_directory(target) as scratch:
             for file in checkpoint.iterdir():
