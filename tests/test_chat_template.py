@@ -27,6 +27,14 @@ def test_a_model_directory_is_read_without_torch_and_transformers(tmp_path: Path
     assert out.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_a_file_that_is_torn_is_named_in_one_line(tmp_path: Path, name: str) -> None:
+    write_model(tmp_path)
+    (tmp_path / name).write_text('{"model": ')
+    with pytest.raises(ChatError, match=rf"^.*/{re.escape(name)} is n.* copy the model again$"):
+        load_chat(tmp_path)
+
+
 def test_stop_ids_come_from_template_generation_config_and_tokenizer(tmp_path: Path) -> None:
     write_model(tmp_path, eos_token={"content": "<|user|>", "lstrip": False})
     end, eos = tokenizer().token_to_id("<|im_end|>"), tokenizer().token_to_id("<|user|>")

@@ -306,7 +306,10 @@ def load_chat(model_dir: Path | str, tool_format: str = "auto", options: Mapping
     if tool_format != "auto" and tool_format not in FORMATS:
         raise ChatError(f"tool_format {tool_format!r} is not known: use auto, {', '.join(FORMATS)}")
     data = file.read_bytes()
-    tokenizer = Tokenizer.from_buffer(data)
+    try:
+        tokenizer = Tokenizer.from_buffer(data)
+    except ValueError as error:
+        raise ChatError(f"{file} is no tokenizer ({error}): copy the model again") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     config = _read_json(directory / "tokenizer_config.json")
@@ -331,7 +334,10 @@ def check_vocab(chat: Chat, config_vocab_size: int) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    try:
+        return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ChatError(f"{path} is not JSON ({error}): copy the model again") from None
 
 
 def _with_thinking(message: Message) -> str:
