@@ -27,7 +27,9 @@ def test_a_model_directory_is_read_without_torch_and_transformers(tmp_path: Path
     assert out.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.json"]
+)
 def test_a_file_that_is_torn_is_named_in_one_line(tmp_path: Path, name: str) -> None:
     write_model(tmp_path)
     (tmp_path / name).write_text('{"model": ')

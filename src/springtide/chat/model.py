@@ -20,7 +20,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from springtide.chat.conversation import Conversation
-from springtide.chat.template import ChatError, ChatTemplate, ToolSchema, View, find_template, special_tokens
+from springtide.chat.template import ChatError, ChatTemplate, ToolSchema, View, find_template, read_json, special_tokens
 from springtide.chat.tools import FORMATS, NoCalls, ToolFormat, describe_tools, detect_format
 from springtide.trace import Message, ToolCall
 
@@ -312,10 +312,10 @@ def load_chat(model_dir: Path | str, tool_format: str = "auto", options: Mapping
         raise ChatError(f"{file} is no tokenizer ({error}): copy the model again") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    config = _read_json(directory / "tokenizer_config.json")
+    config = read_json(directory / "tokenizer_config.json")
     named = special_tokens(config)
     template = ChatTemplate(find_template(directory, config), named | dict(options or {}))
-    eos = _read_json(directory / "generation_config.json").get("eos_token_id")
+    eos = read_json(directory / "generation_config.json").get("eos_token_id")
     stops = [eos] if isinstance(eos, int) else list(eos or ())
     own = tokenizer.token_to_id(named["eos_token"]) if "eos_token" in named else None
     stops += [] if own is None else [own]
@@ -331,13 +331,6 @@ def check_vocab(chat: Chat, config_vocab_size: int) -> None:
             f"tokenizer and model disagree: the tokenizer has ids up to {highest}, the model's vocab_size is "
             f"{config_vocab_size}: use the tokenizer the model was trained with, or resize its embeddings"
         )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise ChatError(f"{path} is not JSON ({error}): copy the model again") from None
 
 
 def _with_thinking(message: Message) -> str:

@@ -77,7 +77,7 @@ def find_template(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
         sources |= {entry["name"]: entry["template"] for entry in listed}
     legacy = model_dir / "chat_template.json"
     if legacy.is_file():
-        sources["default"] = json.loads(legacy.read_text("utf-8"))["chat_template"]
+        sources["default"] = read_json(legacy)["chat_template"]
     main = model_dir / "chat_template.jinja"
     if main.is_file():
         sources["default"] = main.read_text("utf-8")
@@ -88,6 +88,14 @@ def find_template(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
             f"{model_dir} has no chat template (a base model?): put one into chat_template.jinja, see docs/models.md"
         )
     return sources
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file of a model directory; empty where there is none. Raises: ChatError if it is torn."""
+    try:
+        return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ChatError(f"{path} is not JSON ({error}): copy the model again") from None
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
