@@ -155,12 +155,13 @@ def test_every_option_is_read_by_the_program() -> None:
 
 
 @pytest.mark.parametrize("key", [k for k in OPTIONS if k != "suites"])
-def test_every_option_can_be_set_on_the_command_line(key: str) -> None:
+def test_every_option_can_be_set_on_the_command_line(tmp_path: Path, key: str) -> None:
     """verl#7430: seven real fields could not be overridden because a file lacked them."""
     field = OPTIONS[key]
     others = {"algorithm.weight_cap": ("algorithm.old_logprobs=recompute",)}.get(key, ())
     value = _another(key, field)
-    config: Any = load_config(None, (*others, f"{key}={json.dumps(value)}"), base={"suites": [{"use": "db"}]})
+    (tmp_path / "c.toml").write_text('[[suites]]\nuse = "db"\n')
+    config: Any = load_config(tmp_path / "c.toml", (*others, f"{key}={json.dumps(value)}"))
     for part in key.split("."):
         config = getattr(config, part)
     assert config == (tuple(value) if isinstance(value, list) else value) != field.default

@@ -273,16 +273,14 @@ RESUMABLE = frozenset(
 )
 
 
-def load_config(path: Path | None, sets: tuple[str, ...] = (), base: dict[str, Any] | None = None) -> Config:
-    """Read a TOML file (or `base`), apply `--set a.b=c` items in order, and check. Raises: ConfigError."""
-    data: dict[str, Any] = dict(base or {})
-    if path is not None:
-        try:
-            data = tomllib.loads(path.read_text())
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror or error}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not TOML: {error}") from None
+def load_config(path: Path, sets: tuple[str, ...] = ()) -> Config:
+    """Read a TOML file, apply `--set a.b=c` items in order, and check. Raises: ConfigError."""
+    try:
+        data = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
     for item in sets:
         _apply(data, item)
     return make_config(data)
