@@ -12,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import springtide
 from springtide.chat import Chat, check_vocab, load_chat
+from springtide.config import load_config
 from springtide.models.nano import training
 from springtide.models.nano.dialogue import Dialogue, Turn, call_text, encode
 from springtide.models.nano.drills import DRILLS, Lexicon
@@ -152,6 +154,11 @@ def test_training_sees_no_dev_task_and_at_most_256_a_suite():
         chosen = training_tasks(refs)
         assert len(chosen) == GOLD_TASKS and not any("dev" in ref.tags for ref in chosen)
         assert max(ref.index for ref in chosen) < 300
+
+
+def test_the_quickstart_counts_as_gold_what_the_start_has_seen():
+    preset = load_config(Path(springtide.__file__).parent / "cli" / "quickstart.toml")
+    assert preset.trainer.cold_start.tasks == GOLD_TASKS
 
 
 def test_drills_offer_the_suites_tools_and_ask_in_their_words(seen: Seen):

@@ -1,4 +1,4 @@
-"""What nano may see of the real suites: gold of 256 training tasks each, and the words of training prompts.
+"""What nano may see of the real suites: gold of 32 training tasks each, and the words of training prompts.
 
 Owns the choice of tasks: the first `GOLD_TASKS` of level `quick`, split `train`, that are not tagged `dev`. Invariants:
 no dev, test or ood task is opened for supervised data; a dialogue is what the environment really answered to its gold.
@@ -19,7 +19,7 @@ from springtide.trace import Message, TaskRef
 
 SUITES = ("db", "kg", "household")
 LEVEL = "quick"
-GOLD_TASKS = 256
+GOLD_TASKS = 32
 _START_S = 120.0
 _NAME = re.compile(r"'([^']+)'|(?<=[a-z,] )([A-Z][\w]*(?: [A-Z][\w]*)*)")
 

@@ -38,7 +38,7 @@ class Recipe:
     """
 
     seed: int = 0
-    steps: int = 450
+    steps: int = 500
     batch: int = 32
     micro_batch: int = 16
     db_share: float = 0.48
