@@ -222,19 +222,6 @@ def test_an_untrained_nano_copies_already(tokenizer):
     assert np.median(ranks) <= 3
 
 
-def test_the_checkpoint_of_the_shipped_weights_goes_on_with_its_momenta():
-    """It was saved by another Muon, whose momenta were by shape, lying and standing matrices together."""
-    path = Path(__file__).parent.parent / "checkpoints" / "springtide-nano.pt"
-    saved = torch.load(path, weights_only=True)["muon"]["buffers"]
-    run = training.resume(path)
-    shapes: dict[tuple[int, ...], list[torch.Tensor]] = {}
-    for name, p in run.model.named_parameters():
-        if p.ndim == 2 and "embed" not in name:
-            shapes.setdefault(tuple(sorted(p.shape)), []).append(run.muon.state[p]["momentum"])
-    for mine, theirs in zip(shapes.values(), saved, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-
-
 def test_a_few_steps_of_the_builder_lower_the_loss_and_resume_exactly(seen: Seen, tokenizer, tmp_path: Path):
     torch.set_num_threads(1)
     recipe = training.Recipe(steps=8, batch=6, micro_batch=3, warmup=2)

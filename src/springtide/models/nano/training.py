@@ -165,17 +165,9 @@ def resume(path: Path, **changes: Any) -> Run:
     model.load_state_dict(state["model"], strict=False)
     model.tie_weights()
     run = _run(replace(Recipe(**state["recipe"]), **changes), model)
-    run.muon.load_state_dict(_momenta(run.muon, state["muon"]))
+    run.muon.load_state_dict(state["muon"])
     run.adam.load_state_dict(state["adam"])
     for name, value in state["counts"].items():
         setattr(run, name, value)
     run.curve = state["curve"]
     return run
-
-
-def _momenta(muon: Muon, saved: dict[str, Any]) -> dict[str, Any]:
-    """A state of `muon`; files of the shipped weights' time hold `buffers`, its momenta by shape, in the same order."""
-    if "buffers" not in saved:
-        return saved
-    momenta = [buffer for shape in saved["buffers"] for buffer in shape]
-    return {**muon.state_dict(), "state": {i: {"momentum": momentum} for i, momentum in enumerate(momenta)}}
