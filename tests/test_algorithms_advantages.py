@@ -36,6 +36,17 @@ def test_group_relative_by_hand():
     assert group_relative(np.array([1.0, 0, 0, 1]), True) == pytest.approx([0.8660, -0.8660, -0.8660, 0.8660], abs=1e-4)
 
 
+def test_a_penalty_is_taken_off_the_reward_before_the_baseline():
+    members = (
+        Member(0, "completed", 1.0, True, 5, penalty=0.5),
+        Member(1, "completed", 1.0, True, 5),
+        Member(2, "turn_limit", None, None, 5, penalty=0.1),
+    )
+    (result,) = advantages([GroupRewards("t", 0, "s", members)], plain(divide_by_std=False, incomplete_reward=0.0))
+    mean = (0.5 + 1.0 - 0.1) / 3
+    assert values(result) == pytest.approx([0.5 - mean, 1.0 - mean, -0.1 - mean])
+
+
 def test_leave_one_out_by_hand():
     # the first: 1 - (0 + 0 + 1) / 3
     assert leave_one_out(np.array([1.0, 0, 0, 1])) == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])

@@ -81,8 +81,15 @@ SHOWN_BY = {
     "algorithm.clip_high": "test_options_of_the_step_change_the_weights",
     "algorithm.dual_clip": "test_options_of_the_step_change_the_weights",
     "algorithm.old_logprobs": "test_options_of_the_loop_take_effect",
+    "algorithm.loss": "test_gspo_clips_a_sequence_as_a_whole_and_at_its_own_defaults",
+    "algorithm.correction": "test_corrections_by_hand",
+    "algorithm.correction_level": "test_corrections_by_hand",
     "algorithm.weight_cap": "test_truncated_weight_is_capped_and_has_no_gradient",
+    "algorithm.weight_floor": "test_corrections_by_hand",
     "algorithm.kl_coef": "test_options_of_a_run_take_effect",
+    "algorithm.kl_estimator": "test_kl_by_hand",
+    "algorithm.kl_in": "test_options_of_the_loop_take_effect",
+    "algorithm.entropy_coef": "test_options_of_the_loop_take_effect",
     "algorithm.aggregation": "test_options_of_the_step_change_the_weights",
     "trainer.groups": "test_reward_rises_and_the_record_adds_up",
     "trainer.micro_tokens": "test_options_of_the_step_change_the_weights",
@@ -158,7 +165,12 @@ def test_every_option_is_read_by_the_program() -> None:
 def test_every_option_can_be_set_on_the_command_line(tmp_path: Path, key: str) -> None:
     """verl#7430: seven real fields could not be overridden because a file lacked them."""
     field = OPTIONS[key]
-    others = {"algorithm.weight_cap": ("algorithm.old_logprobs=recompute",)}.get(key, ())
+    recompute = "algorithm.old_logprobs=recompute"
+    others = {
+        "algorithm.weight_cap": (recompute,),
+        "algorithm.correction_level": (recompute,),
+        "algorithm.weight_floor": (recompute, "algorithm.correction=mask"),
+    }.get(key, ())
     value = _another(key, field)
     (tmp_path / "c.toml").write_text('[[suites]]\nuse = "db"\n')
     config: Any = load_config(tmp_path / "c.toml", (*others, f"{key}={json.dumps(value)}"))

@@ -76,6 +76,12 @@ def test_a_synchronous_run_repeats_bit_for_bit_and_is_on_policy(tiny_model: Path
         ({"algorithm": {"kl_coef": 0.05}}, lambda r: r["trainer"]["kl_reference"] >= 0),
         ({"algorithm": {"old_logprobs": "recompute"}}, lambda r: "weight" in r["trainer"]),
         (
+            {"algorithm": {"kl_coef": 0.05, "kl_in": "reward", "kl_estimator": "k1"}, "trainer": {"lr": 3e-3}},
+            lambda r: "kl_penalty" in r["trainer"] and "kl_reference" not in r["trainer"],
+        ),
+        ({"algorithm": {"entropy_coef": 0.01, "loss": "gspo"}}, lambda r: r["trainer"]["entropy_exact"] > 0),
+        ({"algorithm": {"loss": "cispo"}}, lambda r: r["trainer"]["ratio"] > 0),
+        (
             {"rollout": {"stale_probability": 0.5, "stale_refresh": 2}, "run": {"steps": 4}},
             lambda r: r["staleness"]["stale_pool_lag"] >= 0,
         ),
@@ -83,7 +89,9 @@ def test_a_synchronous_run_repeats_bit_for_bit_and_is_on_policy(tiny_model: Path
         ({"trainer": {"cold_start": {"steps": 3, "tasks": 8, "batch": 4}}}, lambda r: True),
         ({"engine": {"ranks": 2}, "runtime": {"rollout_workers": 2, "env_workers": 2}}, lambda r: True),
     ],
-    ids=["kl", "recompute", "stale-pool", "keep-equal", "cold-start", "two-of-each"],
+    ids=[
+        "kl", "recompute", "kl-in-reward", "entropy-gspo", "cispo", "stale-pool", "keep-equal", "cold-start", "two-of-each",
+    ],
 )  # fmt: skip
 def test_options_of_the_loop_take_effect(tiny_model: Path, tmp_path: Path, tables: dict[str, Any], shows: Any) -> None:
     config = run_config(tiny_model, tmp_path, **tables)

@@ -12,7 +12,7 @@ import pytest
 from springtide.process import Process, start_process
 from springtide.trace import Group
 from springtide.trainer.checkpoint import NotFinite
-from springtide.trainer.data import read_logprobs
+from springtide.trainer.data import load_step, read_logprobs
 from springtide.trainer.rank import Rank
 from springtide.wire import RemoteError
 from trainer_parts import config, segment, task, tiny_model, trajectory, write_groups
@@ -175,6 +175,23 @@ def test_a_cold_start_is_deterministic_and_leaves_a_fresh_optimiser(tmp_path):
         assert rank.status()["steps"] == 0
         ends.append(rank._policy.score(np.arange(20, dtype=np.int32)))
     np.testing.assert_array_equal(*ends)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_an_episodes_kl_is_the_sum_over_its_action_tokens(tmp_path, estimator):
+    items = tuple({k: i[k] for k in ("path", "member")} for i in write_groups(tmp_path / "groups", SHAPES))
+    rank = Rank()
+    options = {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": estimator}
+    rank.init(settings(algorithm=options), str(tiny_model(tmp_path / "model")), role="reference")
+    reply = rank.kl(items)
+    rank.logprobs(items, str(tmp_path / "out"))
+    found = read_logprobs(tmp_path / "out")
+    want: dict[tuple[int, int], float] = {}
+    for row in load_step(items, "token_mean").sequences:
+        d = found[row.key].astype(np.float64) - row.rollout
+        terms = {"k1": -d, "k2": d * d / 2, "k3": np.exp(d) - d - 1}[estimator]
+        want[row.key[1:3]] = want.get(row.key[1:3], 0.0) + float(np.clip(terms, -10, 10).sum())
+    assert {(visit, member): kl for visit, member, kl in reply["kl"]} == pytest.approx(want, rel=1e-4)
 
 
 def test_aggregations_differ_where_lengths_do(tmp_path):

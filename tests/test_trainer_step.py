@@ -49,9 +49,9 @@ def items(request, tmp_path_factory) -> list[dict]:
     return items
 
 
-def gradients(policy: Policy, items, aggregation: str, micro_tokens: int, logit_chunk: int = 4096, norm: float = 1e9):
+def gradients(policy: Policy, items, aggregation: str, micro_tokens: int, logit_chunk: int = 4096, **algorithm):
     """The divided gradients of one policy step, flat, and its loss."""
-    settings = config(algorithm={"aggregation": aggregation})
+    settings = config(algorithm={"aggregation": aggregation, **algorithm})
     data = load_step(items, aggregation)
     sums = accumulate_policy(policy, data, settings.algorithm, Shape(micro_tokens, logit_chunk, 0.8), version=0)
     flat = torch.cat([p.grad.flatten() for p in policy.parameters()]) / data.denominator
@@ -103,6 +103,35 @@ def test_the_gradient_does_not_depend_on_micro_batching(policy, items, aggregati
         cut, cut_loss = gradients(policy, items, aggregation, micro_tokens, logit_chunk=7)
         torch.testing.assert_close(cut, whole, atol=1e-5, rtol=1e-3)
         assert cut_loss == pytest.approx(loss, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"loss": "gspo", "clip_low": 0.3, "clip_high": 0.5}, {"loss": "cispo"}, {"entropy_coef": 0.1}],
+    ids=["gspo", "cispo", "entropy"],
+)
+def test_no_loss_depends_on_micro_batching(policy, items, options):
+    whole, loss = gradients(policy, items, "trajectory_mean", 8192, **options)
+    assert whole.abs().max() > 1e-4
+    for micro_tokens in (1, 200):
+        cut, cut_loss = gradients(policy, items, "trajectory_mean", micro_tokens, logit_chunk=7, **options)
+        torch.testing.assert_close(cut, whole, atol=1e-5, rtol=1e-3)
+        assert cut_loss == pytest.approx(loss, abs=1e-5)
+
+
+def test_the_entropy_bonus_is_the_gradient_of_the_exact_entropy(policy, items):
+    """Against whole logits, one segment at a time: d(-H)/d(weights), H at the rollout's temperature."""
+    with_bonus, _ = gradients(policy, items, "token_mean", 8192, entropy_coef=0.5)
+    without, _ = gradients(policy, items, "token_mean", 8192)
+    terms = []
+    for item in items:
+        t = next(t for t in Group.load(Path(item["path"])).trajectories if t.member == item["member"])
+        for s in t.segments:
+            logits = policy.model(input_ids=torch.from_numpy(s.ids.astype(np.int64))[None]).logits[0] / 0.8
+            logp = torch.log_softmax(logits, -1)[:-1][torch.from_numpy(s.loss_mask[1:])]
+            terms.append(-(logp.exp() * logp).sum(-1))
+    flat = torch.cat([g.flatten() for g in torch.autograd.grad(-0.5 * torch.cat(terms).mean(), policy.parameters())])
+    torch.testing.assert_close(with_bonus - without, flat, atol=1e-5, rtol=1e-3)
 
 
 def test_the_gradient_does_not_depend_on_the_order_of_items_by_a_bit(policy, items):

@@ -114,18 +114,53 @@ class Algorithm(Table):
         "drop", description="groups whose members all earned the same: dropped, counted and refilled, or trained"
     )
     incomplete_reward: float = Field(-0.2, description="reward of a turn, context or time limit or invalid action")
-    loss: Literal["ppo_clip"] = Field("ppo_clip", description="clipped policy gradient")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped at 1 - clip_low")
-    clip_high: float = Field(0.28, gt=0, description="and at 1 + clip_high")
-    dual_clip: float = Field(3.0, gt=1, description="for negative advantages a token's loss is at most this times -A")
+    loss: Literal["ppo_clip", "gspo", "cispo"] = Field(
+        "ppo_clip", description="a ratio a token and clipped gradients, a ratio a sequence, or clipped weights"
+    )
+    clip_low: float | None = Field(
+        None, gt=0, le=1, description="the ratio is clipped at 1 - clip_low; unset: 0.2 (gspo 3e-4, cispo 1)"
+    )
+    clip_high: float | None = Field(None, gt=0, description="and at 1 + clip_high; unset: 0.28 (gspo 4e-4, cispo 4)")
+    dual_clip: float = Field(3.0, gt=1, description="ppo_clip: for A < 0 a token's loss is at most this times -A")
     old_logprobs: Literal["rollout", "recompute"] = Field(
         "rollout", description="the ratio's denominator: as sampled, or by a rank of its own with the step's weights"
     )
-    weight_cap: float | None = Field(None, gt=0, description="cap of pi_old/pi_rollout; with recompute only (2 there)")
-    kl_coef: float = Field(0.0, ge=0, description="k3 to the reference, added to the loss")
+    correction: Literal["none", "truncate", "mask"] = Field(
+        "truncate", description="pi_old/pi_rollout as a weight, bounded so; with recompute only"
+    )
+    correction_level: Literal["token", "sequence", "geometric"] = Field(
+        "token", description="that weight of a token, a segment's product, or its geometric mean"
+    )
+    weight_cap: float | None = Field(None, gt=0, description="largest such weight; unset: 2. With recompute only")
+    weight_floor: float | None = Field(
+        None, gt=0, description="smallest such weight under mask; unset: 1 / weight_cap. With recompute only"
+    )
+    kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the reference")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="how that KL is estimated; k1 in the reward only")
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss", description="added to the loss of each token, or taken off the episode's reward before the baseline"
+    )
+    entropy_coef: float = Field(0.0, ge=0, description="bonus for the policy's entropy, in nats a token")
     aggregation: Literal["token_mean", "trajectory_mean", "segment_mean"] = Field(
         "token_mean", description="what the loss is a mean over"
     )
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """How far below and above 1 the ratio is clipped."""
+        low, high = {"ppo_clip": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}[self.loss]
+        return self.clip_low or low, self.clip_high or high
+
+    @property
+    def corrected(self) -> bool:
+        """Whether tokens are weighted by pi_old/pi_rollout; with old log-probs as sampled those are 1."""
+        return self.old_logprobs == "recompute" and self.correction != "none"
+
+    @property
+    def weight_bounds(self) -> tuple[float, float]:
+        """The smallest weight a mask keeps, and the largest weight."""
+        cap = self.weight_cap or 2.0
+        return self.weight_floor or 1 / cap, cap
 
 
 class ColdStart(Table):
@@ -217,9 +252,23 @@ class Config(Table):
         need(group.n >= 2, "rollout.group.n: a group-relative advantage needs at least 2 members")
         need((group.min_members or group.n) <= group.n, "rollout.group.min_members: more than rollout.group.n")
         need((group.min_members or group.n) >= 2, "rollout.group.min_members: needs at least 2 members")
+        for name in ("correction_level", "weight_cap", "weight_floor"):
+            need(
+                algorithm.corrected or getattr(algorithm, name) == Algorithm.model_fields[name].default,
+                f'algorithm.{name}: a corrected weight needs algorithm.old_logprobs = "recompute" and a correction',
+            )
         need(
-            algorithm.weight_cap is None or algorithm.old_logprobs == "recompute",
-            'algorithm.weight_cap: truncated weights need algorithm.old_logprobs = "recompute"',
+            algorithm.weight_floor is None or algorithm.correction == "mask",
+            'algorithm.weight_floor: only algorithm.correction = "mask" has a floor',
+        )
+        need(
+            algorithm.correction != "mask" or algorithm.weight_bounds[0] < algorithm.weight_bounds[1],
+            "algorithm.weight_floor: must be less than algorithm.weight_cap (unset, they are 1 / weight_cap and 2)",
+        )
+        need(
+            algorithm.kl_coef == 0 or algorithm.kl_in == "reward" or algorithm.kl_estimator != "k1",
+            "algorithm.kl_estimator: k1 as a loss has a gradient of mean zero, so it holds nothing; take k2 or k3, or "
+            'algorithm.kl_in = "reward"',
         )
         need(
             self.rollout.stale_probability == 0 or self.engine.weight_slots >= 3,

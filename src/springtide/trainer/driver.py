@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from springtide.algorithms.advantages import GroupRewards, Member, RunningMoments, advantages, consumed
@@ -202,14 +203,18 @@ class Driver:
     async def learn(self, visits: tuple[int, ...]) -> None:
         """One optimiser step on exactly `visits`."""
         summaries = [self._feeder.summaries.pop(visit) for visit in visits]
+        with self._clock.measure("train"):
+            penalties = await self._reward_penalties(visits, summaries)
         groups = [
-            GroupRewards(s["task"], visit, s["suite"], tuple(Member(*m) for m in s["members"]))
+            GroupRewards(
+                s["task"], visit, s["suite"], tuple(Member(*m, penalties.get((visit, m[0]), 0.0)) for m in s["members"])
+            )
             for visit, s in zip(visits, summaries, strict=True)
         ]
         results = advantages(groups, self.config.algorithm, self._running)
         items = tuple(
             {
-                "path": str(self.directory.trajectories / f"{result.visit:08d}.msgpack"),
+                "path": self._group_file(result.visit),
                 "member": member,
                 "advantage": value,
                 "suite": result.suite,
@@ -222,6 +227,8 @@ class Driver:
             learned = await self._runtime.trainer.call(
                 "train", deadline_s=_STEP_S, items=items, version=self._versions.current, **files
             )
+        if penalties:
+            learned["kl_penalty"] = fmean(penalties.values())
         self.step += 1
         if learned["refused"] is None:
             self._refused = 0
@@ -381,12 +388,31 @@ class Driver:
         learned["loss_tokens"] = 0
         self.metrics.note(self.step, f"step {self.step} was refused, its {_refusal(learned)} is not finite")
 
+    async def _reward_penalties(
+        self, visits: tuple[int, ...], summaries: list[dict[str, Any]]
+    ) -> dict[tuple[int, int], float]:
+        """(visit, member) -> kl_coef times the episode's KL to the reference, where the reward pays for it."""
+        algorithm, reference = self.config.algorithm, self._runtime.reference
+        if reference is None or algorithm.kl_in == "loss":
+            return {}
+        items = tuple(
+            {"path": self._group_file(visit), "member": member}
+            for visit, s in zip(visits, summaries, strict=True)
+            for member, _, _, _, loss_tokens in s["members"]
+            if loss_tokens > 0
+        )
+        reply = await reference.call("kl", deadline_s=_STEP_S, items=items)
+        return {(visit, member): algorithm.kl_coef * kl for visit, member, kl in reply["kl"]}
+
+    def _group_file(self, visit: int) -> str:
+        return str(self.directory.trajectories / f"{visit:08d}.msgpack")
+
     async def _frozen_logprobs(self, items: tuple[dict[str, Any], ...]) -> dict[str, str]:
         """The files of log-probs that the step's loss needs, each written by a rank of its own."""
         files: dict[str, str] = {}
         calls = []
         for key, rank, version in (
-            ("ref_logprobs", self._runtime.reference, None),
+            ("ref_logprobs", self._runtime.reference if self.config.algorithm.kl_in == "loss" else None, None),
             ("old_logprobs", self._runtime.proximal, self._versions.current),
         ):
             if rank is not None:

@@ -71,31 +71,45 @@ class Policy:
                 parameter.copy_(tensors[name])
 
     def logprobs(self, batch: MicroBatch, temperature: float, logit_chunk: int) -> Tensor:
-        """Log-probs of the batch's action tokens, float32 [A], with gradient where enabled.
+        """Log-probs of the batch's action tokens, float32 [A], with gradient where enabled."""
+        return self.judge(batch, temperature, logit_chunk)[0]
+
+    def judge(
+        self, batch: MicroBatch, temperature: float, logit_chunk: int, *, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """`logprobs`, and where asked for the entropy of the distribution each was taken from, float32 [A], in nats.
 
         Beyond one chunk, each chunk's logits are computed again in the backward pass instead of being kept.
         """
         out = self._body(input_ids=batch.ids, position_ids=batch.positions, use_cache=False, tree=batch.tree)
         hidden = out.last_hidden_state[0].index_select(0, batch.predict)
         if len(hidden) <= logit_chunk:
-            values = self._chunk(hidden, batch.targets, temperature)
+            values = self._chunk(hidden, batch.targets, temperature, entropy)
         else:
             parts = zip(hidden.split(logit_chunk), batch.targets.split(logit_chunk))
-            values = torch.cat([checkpoint(self._chunk, h, t, temperature, use_reentrant=False) for h, t in parts])
-        return values.index_select(0, batch.pair)
+            values = torch.cat(
+                [checkpoint(self._chunk, h, t, temperature, entropy, use_reentrant=False) for h, t in parts], dim=-1
+            )
+        values = values.index_select(-1, batch.pair)
+        return (values[0], values[1]) if entropy else (values, None)
 
     def score(self, ids: np.ndarray) -> np.ndarray:
         """Log-probs (temperature 1) of each token of `ids` (int32 [T]) after the first, float32 [T - 1]."""
         with torch.no_grad():
             rows = torch.from_numpy(ids.astype(np.int64)).to(self.device)[None]
             hidden = self._body(input_ids=rows, use_cache=False).last_hidden_state[0, :-1]
-            return self._chunk(hidden, rows[0, 1:], 1.0).cpu().numpy()
+            return self._chunk(hidden, rows[0, 1:], 1.0, False).cpu().numpy()
 
-    def _chunk(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    def _chunk(self, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool) -> Tensor:
+        """Log-probs of `targets` [N]; with entropy [2, N], it below them."""
         logits = self.head(hidden).float()
         if temperature != 1.0:
             logits = logits / temperature
-        return -F.cross_entropy(logits, targets, reduction="none")
+        logprobs = -F.cross_entropy(logits, targets, reduction="none")
+        if not entropy:
+            return logprobs
+        every = F.log_softmax(logits, dim=-1)
+        return torch.stack((logprobs, -(every.exp() * every).sum(-1)))
 
     def _check(self) -> None:
         """Compare our log-probs of two segments that begin alike with the model's own logits, each by itself.

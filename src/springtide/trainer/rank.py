@@ -15,6 +15,7 @@ import contextlib
 import json
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from transformers.utils import logging as transformers_logging
 
+from springtide.algorithms.losses.kl import MAX_KL, estimate
 from springtide.config import Config, make_config
 from springtide.trace import version_step
 from springtide.trainer import checkpoint as files
@@ -36,7 +38,7 @@ from springtide.weights.store import Canary, WeightStore
 from springtide.wire import Peer, serve
 
 METHODS = frozenset(
-    {"init", "train", "supervised", "cold_start", "logprobs", "publish", "pull", "save", "forget", "export"}
+    {"init", "train", "supervised", "cold_start", "logprobs", "kl", "publish", "pull", "save", "forget", "export"}
 )
 _CANARY_TOKENS = 16  # ids of the prompt whose log-probs go with published weights
 
@@ -204,6 +206,21 @@ class Rank:
             "seconds": time.perf_counter() - started,
             "version": self.version,
         }
+
+    def kl(self, items: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+        """How far what sampled each trajectory stands from this rank's policy, for a reward that pays for it.
+
+        items: `{path, member}`. Returns `{kl}`: rows (visit, member, sum over its action tokens of the estimator
+        `algorithm.kl_estimator` of KL(pi_rollout || this policy), each within +-10 nats), and `kl_tokens`.
+        """
+        policy, config = self._ready()
+        data = load_step(items, config.algorithm.aggregation)
+        arrays = compute_logprobs(policy, data, self._shape(config.rollout.temperature))
+        totals: defaultdict[tuple[int, int], float] = defaultdict(float)
+        for row, logprobs in zip(data.sequences, arrays, strict=True):
+            terms = estimate(torch.from_numpy(logprobs), torch.from_numpy(row.rollout), config.algorithm.kl_estimator)
+            totals[row.key[1:3]] += float(terms.clamp(-MAX_KL, MAX_KL).double().sum())
+        return {"kl": [(*key, total) for key, total in sorted(totals.items())], "kl_tokens": data.loss_tokens}
 
     def publish(self, version: int) -> dict[str, Any]:
         """Put the present weights into the store as `version`, with a canary. Returns `{version, seconds}`.

@@ -61,8 +61,10 @@ def accumulate_policy(policy: Policy, data: StepData, algorithm: Algorithm, shap
     sums = Sums()
     for number, (rows, batch) in enumerate(_micro_batches(policy, data, shape, sums)):
         with _timed(sums, "forward_s"):
-            logprobs = policy.logprobs(batch, shape.temperature, shape.logit_chunk)
-            tokens = _tokens(logprobs, rows, batch, number, algorithm)
+            logprobs, entropy = policy.judge(
+                batch, shape.temperature, shape.logit_chunk, entropy=algorithm.entropy_coef > 0
+            )
+            tokens = _tokens(logprobs, entropy, rows, batch, number, algorithm)
             result = policy_loss(tokens, algorithm)
         _backward(sums, result)
         _measure(sums, tokens, rows, version)
@@ -110,14 +112,16 @@ def _micro_batches(policy: Policy, data: StepData, shape: Shape, sums: Sums) -> 
         yield rows, batch
 
 
-def _tokens(logprobs: Tensor, rows: list[Row], batch: MicroBatch, number: int, algorithm: Algorithm) -> Tokens:
+def _tokens(
+    logprobs: Tensor, entropy: Tensor | None, rows: list[Row], batch: MicroBatch, number: int, algorithm: Algorithm
+) -> Tokens:
     device = logprobs.device
     rollout = _gather([r.rollout for r in rows], device)
     old = rollout
     if algorithm.old_logprobs == "recompute":
         old = _gather([_present(r.old, "old_logprobs", r) for r in rows], device)
     reference = None
-    if algorithm.kl_coef > 0:
+    if algorithm.kl_coef > 0 and algorithm.kl_in == "loss":
         reference = _gather([_present(r.reference, "reference_logprobs", r) for r in rows], device)
     return Tokens(
         logprobs=logprobs,
@@ -127,6 +131,7 @@ def _tokens(logprobs: Tensor, rows: list[Row], batch: MicroBatch, number: int, a
         weights=_gather([np.full(len(r.at), r.weight) for r in rows], device),
         sequence=batch.row + (number << 32),
         reference=reference,
+        entropy=entropy,
     )
 
 

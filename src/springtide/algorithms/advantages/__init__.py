@@ -28,13 +28,18 @@ _SAME_REWARD = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One present member of a group. reward: None where nothing scored it. loss_tokens: its action tokens."""
+    """One present member of a group. reward: None where nothing scored it. loss_tokens: its action tokens.
+
+    penalty: taken off the reward the trainer uses, whatever the status (the KL to the reference, where that is paid
+    for in the reward).
+    """
 
     member: int
     status: Status
     reward: float | None
     success: bool | None
     loss_tokens: int
+    penalty: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +120,7 @@ def _raw(group: GroupRewards, algorithm: Algorithm) -> GroupAdvantages:
     # A member that sampled nothing cannot be trained, so its reward is in no baseline either (OpenRLHF#1239).
     scored = [m for m in group.members if rewards[m.member] is not None and m.loss_tokens > 0]
     unscored = tuple(m.member for m in group.members if m not in scored)
-    r = np.array([rewards[m.member] for m in scored], dtype=np.float64)
+    r = np.array([rewards[m.member] for m in scored], dtype=np.float64) - [m.penalty for m in scored]
     dropped: Dropped | None = None
     equal = False
     values: dict[int, float] = {}

@@ -1,5 +1,10 @@
 """From the log-probs of a micro-batch's action tokens to a loss SUM and metric sums. Torch; called by trainer ranks.
 
+    L = sum over t of  weight_t * u_t * L_t  +  kl_coef * weight_t * KL_t  -  entropy_coef * weight_t * H_t
+
+L_t: a loss of the shelf, one file each (`ppo_clip`, `gspo`, `cispo`). u_t: the correction for what sampled
+(`correction`), where old log-probs are recomputed. KL_t: `kl`. H_t: the policy's exact entropy at its temperature.
+
 Invariants: every loss is a sum over tokens of weight * value, so micro-batches add; nothing here divides by a count
 (the step divides once, by the named aggregation's count over all micro-batches). All arrays of one batch have one
 length T, checked when it is made (a list one longer shifts silently: xtuner#2095).
@@ -16,6 +21,10 @@ from springtide.config import Algorithm
 
 __all__ = ["LossSums", "Tokens", "policy_loss"]
 
+# |log rho| beyond this is already clipped in every branch that has a gradient (e^-20 is 2e-9); the bound keeps exp
+# finite, for inf * 0 in the backward pass of a clipped token would be NaN.
+MAX_LOG_RATIO = 20.0
+
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
@@ -24,6 +33,7 @@ class Tokens:
     logprobs: the trained policy's, with gradient. rollout: the policy's that sampled. old: the ratio's denominator
     (`rollout` itself, or recomputed). reference: the KL reference's, or None. weights: what each token counts in the
     named aggregation. sequence: which segment of the step it belongs to (a segment is never split over micro-batches).
+    entropy: of the trained policy where each token was chosen, in nats, with gradient, or None.
     """
 
     logprobs: Tensor
@@ -33,13 +43,22 @@ class Tokens:
     weights: Tensor
     sequence: Tensor
     reference: Tensor | None = None
+    entropy: Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = self.logprobs.shape
-        for name in ("rollout", "old", "advantages", "weights", "sequence", "reference"):
+        for name in ("rollout", "old", "advantages", "weights", "sequence", "reference", "entropy"):
             array = getattr(self, name)
             if array is not None and (array.shape != shape or array.ndim != 1):
                 raise ValueError(f"tokens.{name} has shape {tuple(array.shape)}; logprobs has {tuple(shape)}")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLosses:
+    """loss: float32 [T], with gradient, unweighted. sums: unweighted sums over T tokens, detached scalars."""
+
+    loss: Tensor
+    sums: dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +70,54 @@ class LossSums:
 
 
 def policy_loss(tokens: Tokens, algorithm: Algorithm) -> LossSums:
-    """The configured policy loss, plus `kl_coef` times the KL to the reference where that is above 0."""
-    from springtide.algorithms.losses.kl import kl_k3
+    """The configured policy loss with its correction, and KL and entropy terms where their coefficients ask for them.
+
+    Raises: ValueError where a term lacks what it is made from.
+    """
+    from springtide.algorithms.losses.cispo import cispo
+    from springtide.algorithms.losses.correction import correction
+    from springtide.algorithms.losses.gspo import gspo
+    from springtide.algorithms.losses.kl import kl_loss
     from springtide.algorithms.losses.ppo_clip import ppo_clip
 
-    cap = (algorithm.weight_cap or 2.0) if algorithm.old_logprobs == "recompute" else None
-    result = ppo_clip(
-        tokens,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        dual_clip=algorithm.dual_clip,
-        weight_cap=cap,
-    )
-    if algorithm.kl_coef == 0:
-        return result
-    kl = kl_k3(tokens)
-    return LossSums(result.loss + algorithm.kl_coef * kl.loss, {**result.sums, **kl.sums})
+    low, high = algorithm.clip
+    if algorithm.loss == "gspo":
+        result = gspo(tokens, clip_low=low, clip_high=high)
+    elif algorithm.loss == "cispo":
+        result = cispo(tokens, clip_low=low, clip_high=high)
+    else:
+        result = ppo_clip(tokens, clip_low=low, clip_high=high, dual_clip=algorithm.dual_clip)
+    sums = {**result.sums, **behaviour_sums(tokens.logprobs, tokens.rollout)}
+    weights = tokens.weights
+    if algorithm.corrected:
+        u, found = correction(tokens, algorithm)
+        weights = weights * u
+        sums |= found
+    loss = (weights * result.loss).sum()
+    if algorithm.kl_coef > 0 and algorithm.kl_in == "loss":
+        kl = kl_loss(tokens, algorithm.kl_estimator)
+        loss = loss + algorithm.kl_coef * (tokens.weights * kl.loss).sum()
+        sums |= kl.sums
+    if algorithm.entropy_coef > 0:
+        if tokens.entropy is None:
+            raise ValueError("entropy: it was not computed with the log-probs (algorithm.entropy_coef > 0)")
+        loss = loss - algorithm.entropy_coef * (tokens.weights * tokens.entropy).sum()
+        sums["entropy_exact"] = tokens.entropy.detach().sum()
+    return LossSums(loss, sums)
+
+
+def ratio_to_old(tokens: Tokens) -> Tensor:
+    """rho_t = exp(logpi_t - logpi_old_t), float32 [T], with gradient."""
+    return torch.exp((tokens.logprobs - tokens.old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def sum_by_sequence(values: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
+    """Each token's segment total of `values` (float32 [T]), and its segment's number of action tokens, both [T]."""
+    _, place = torch.unique(sequence, return_inverse=True)
+    n = int(place.max()) + 1 if len(place) else 0
+    totals = torch.zeros(n, dtype=values.dtype, device=values.device).index_add(0, place, values)
+    counts = torch.bincount(place, minlength=n).to(values.dtype)
+    return totals[place], counts[place]
 
 
 def behaviour_sums(logprobs: Tensor, rollout: Tensor) -> dict[str, Tensor]:
@@ -75,5 +126,5 @@ def behaviour_sums(logprobs: Tensor, rollout: Tensor) -> dict[str, Tensor]:
     kl_behaviour: k3 estimate of KL(rollout || policy). entropy: -log-prob of what was sampled, an unbiased estimate of
     the sampling policy's entropy at its temperature.
     """
-    d = (logprobs.detach() - rollout).clamp(-20.0, 20.0)
+    d = (logprobs.detach() - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {"kl_behaviour": (torch.expm1(d) - d).sum(), "entropy": -rollout.sum()}
