@@ -134,13 +134,19 @@ def test_evaluation_of_a_run_and_export(tiny_model: Path, tmp_path: Path) -> Non
 
     from springtide.cli.main import app
 
-    config = run_config(tiny_model, tmp_path, run={"steps": 2})
+    config = run_config(tiny_model, tmp_path, run={"steps": 2}, eval={"at_ends": True, "tasks": 10})
     springtide.train(config)
     result = springtide.evaluate(config.run_dir, config.suites[0].use, tasks=10, samples=4)
     figures = result.suites["letters"]
     assert figures.episodes == 40
     assert set(figures.pass_at) == {1, 2, 4}
     assert sum(figures.status.values()) == pytest.approx(1.0)
+    both = [str(config.run_dir)] * 2
+    compared = CliRunner().invoke(app, ["compare", *both, "--label-a", "start", "--json"])
+    assert compared.exit_code == 0, compared.output
+    row = json.loads(compared.output)["rows"][0]
+    at_ends = {r["label"]: r["suites"]["letters"]["success"] for r in records(config, "eval")}
+    assert row["how"] == "sampled" and (row["a"], row["b"]) == pytest.approx((at_ends["start"], at_ends["end"]))
     done = CliRunner().invoke(app, ["export", str(config.run_dir), str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     assert not (tmp_path / "out" / "optimizer.pt").exists()

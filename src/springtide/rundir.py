@@ -55,6 +55,10 @@ class RunDirectory:
     def summary(self) -> Path:
         return self.path / "summary.json"
 
+    def evaluation(self, label: str) -> Path:
+        """One line an episode of the evaluation named so: `start`, `end`, `step-20`."""
+        return self.path / "evaluations" / f"{label}.jsonl"
+
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:06d}"
 

@@ -29,7 +29,7 @@ def command(
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="a turn; default: the run's, or 64")] = None,
     dev: Annotated[bool, typer.Option("--dev", help="only the dev tenth (split train)")] = False,
     model: Annotated[str, typer.Option(help="the model's name at an endpoint")] = "default",
-    out: Annotated[Path | None, typer.Option(help="also write the figures to this JSON file")] = None,
+    out: Annotated[Path | None, typer.Option(help="also write the figures and every episode to this JSON file")] = None,
     json_: Json = False,
 ) -> None:
     """How often a policy succeeds, with a 95% interval."""
@@ -53,7 +53,8 @@ def command(
     said = {"target": target, "split": split, "level": level, "temperature": temperature, "suites": figures}
     text = json.dumps(plain(said))
     if out is not None:
-        atomic_write(out, (text + "\n").encode())
+        episodes = [asdict(e) for e in result.episodes]
+        atomic_write(out, (json.dumps(plain({**said, "episodes": episodes})) + "\n").encode())
     if not any(r.episodes for r in result.suites.values()):
         raise BrokenRun(f"every episode failed in its environment; try: springtide doctor env {suite}")
     if json_:

@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from springtide.cli import doctor, evaluate, export, quickstart, train, view
+from springtide.cli import compare, doctor, evaluate, export, quickstart, train, view
 from springtide.config import ConfigError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command("quickstart")(quickstart.command)
 app.command("train")(train.command)
 app.command("eval")(evaluate.command)
+app.command("compare")(compare.command)
 app.command("view")(view.command)
 app.command("export")(export.command)
 app.add_typer(doctor.app, name="doctor", help="Check an environment before you rely on it.")

@@ -41,10 +41,27 @@ class SuiteResult:
 
 
 @dataclass(frozen=True, slots=True)
+class EvalEpisode:
+    """One evaluated episode, as it is written for others to read. success: None where its environment failed."""
+
+    suite: str
+    task: str
+    sample: int
+    temperature: float
+    status: str
+    success: bool | None
+    reward: float | None
+    turns: int
+    tokens: int
+    cause: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class EvalResult:
     """Suite -> result, and the mean over suites (each suite weighs the same)."""
 
     suites: dict[str, SuiteResult] = field(default_factory=dict)
+    episodes: tuple[EvalEpisode, ...] = ()
 
     @property
     def success(self) -> float:
@@ -71,16 +88,19 @@ async def evaluate(
     """
     limit = asyncio.Semaphore(concurrency)
     results: dict[str, dict[int, list[EpisodeSummary]]] = {suite: {} for suite in tasks}
+    episodes: list[EvalEpisode] = []
     generated: Counter[str] = Counter()
 
     async def one(suite: str, task: TaskRef, visit: int, member: int) -> None:
         async with limit:
             for retry in range(_RETRIES + 1):
-                summary = await play(make_spec(task, visit, member, retry))
+                spec = make_spec(task, visit, member, retry)
+                summary = await play(spec)
                 generated[suite] += summary.generated
                 if summary.cause is None:
                     break
         results[suite].setdefault(visit, []).append(summary)
+        episodes.append(_episode(task, spec.temperature, summary))
 
     async with task_group() as group:
         visit = 0
@@ -90,7 +110,23 @@ async def evaluate(
                     group.create_task(one(suite, task, visit, member))
                 visit += 1
     return EvalResult(
-        {s: _suite_result(s, list(visits.values()), samples, generated[s]) for s, visits in results.items()}
+        {s: _suite_result(s, list(visits.values()), samples, generated[s]) for s, visits in results.items()},
+        tuple(sorted(episodes, key=lambda e: (e.suite, e.task, e.sample))),
+    )
+
+
+def _episode(task: TaskRef, temperature: float, summary: EpisodeSummary) -> EvalEpisode:
+    return EvalEpisode(
+        suite=task.suite,
+        task=task.id,
+        sample=summary.member,
+        temperature=temperature,
+        status=summary.status,
+        success=None if summary.cause is not None else bool(summary.success),
+        reward=summary.reward,
+        turns=summary.turns,
+        tokens=summary.tokens,
+        cause=summary.cause,
     )
 
 

@@ -14,7 +14,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,7 +24,7 @@ from springtide.config import Config
 from springtide.ledger import Ledger
 from springtide.models.presets import resolve_model
 from springtide.observe.metrics import Metrics, Summary, commit, summarise
-from springtide.observe.sinks import read_records
+from springtide.observe.sinks import plain, read_records
 from springtide.process import task_group
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
 from springtide.rollout.evaluate import EvalResult, eval_tasks, evaluate
@@ -35,7 +35,7 @@ from springtide.runtime.local import Runtime
 from springtide.schedule.policies import Bounds, Wait, choose_batch, make_policy
 from springtide.schedule.readiness import Began, Evaluation, Readiness, StepEnded, StepStarted, event_to_json
 from springtide.schedule.sampling import UniformSampler
-from springtide.trace import TaskRef, make_version
+from springtide.trace import TaskRef, atomic_write, make_version
 from springtide.trainer.checkpoint import NotFinite
 from springtide.wire import ConnectionLost, RemoteError
 
@@ -351,6 +351,10 @@ class Driver:
             self._feeder.apply(Evaluation(time.time(), False))
             if pinned:
                 await self._runtime.unpin()
+        episodes = (*sampled.episodes, *(greedy.episodes if greedy else ()))
+        file = self.directory.evaluation(label.replace(" ", "-"))
+        file.parent.mkdir(exist_ok=True)
+        atomic_write(file, "".join(json.dumps(plain(asdict(e))) + "\n" for e in episodes).encode())
         self.metrics.evaluation(label, step, sampled, greedy)
 
     async def _evaluate_at(
