@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +17,7 @@ import typer
 if TYPE_CHECKING:
     from springtide.env.check import Verdict
 
-app = typer.Typer(help="Check an environment before it costs a run.", no_args_is_help=True)
+app = typer.Typer(help="Check an environment or a model before it costs a run.", no_args_is_help=True)
 
 
 @app.callback()
@@ -66,7 +68,49 @@ def env(
     if as_json:
         typer.echo(json.dumps([report.to_json() for report in reports], indent=1))
     else:
-        counts = [f"{verdicts.count(kind)} {kind}" for kind in ("failed", "warning", "skipped") if kind in verdicts]
-        typer.echo(f"{len(verdicts)} checks: {', '.join(counts) or 'all ok'}")
+        typer.echo(_counted(verdicts))
     if "failed" in verdicts:
         raise typer.Exit(1)
+
+
+@app.command()
+def model(
+    path: Annotated[str, typer.Argument(help="a Hugging Face directory, or a shipped model")],
+    env: Annotated[str | None, typer.Option(help="a suite whose solutions are played in the model's tokens")] = None,
+    level: Annotated[str | None, typer.Option(help="of that suite; default: its first")] = None,
+    tool_format: Annotated[str, typer.Option(help="how it writes calls; auto finds out from the template")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="print the verdicts as JSON")] = False,
+) -> None:
+    """Put a model through what a run does with it: files, template, tool calls, log-probs, seeds, gradients, weights.
+
+    Takes some forward and two backward passes. Exits with 0 if nothing failed, 1 if something did, 2 if there is none.
+    """
+    from springtide.cli.model_checks import ModelChecker
+    from springtide.models.presets import resolve_model
+
+    directory = resolve_model(path, key="PATH")
+
+    async def run() -> list[Verdict]:
+        found = []
+        async with ModelChecker(directory, env, level, tool_format) as checker:
+            for name in checker.checks:
+                found.append(verdict := await checker.run(name))
+                if not as_json:
+                    typer.echo(f"  {verdict.verdict:8}{verdict.check:12}  {verdict.detail}")
+        return found
+
+    if not as_json:
+        typer.echo(str(directory))
+    verdicts = asyncio.run(run())
+    kinds = [verdict.verdict for verdict in verdicts]
+    if as_json:
+        typer.echo(json.dumps([asdict(verdict) for verdict in verdicts], indent=1))
+    else:
+        typer.echo(_counted(kinds))
+    if "failed" in kinds:
+        raise typer.Exit(1)
+
+
+def _counted(verdicts: Sequence[str]) -> str:
+    counts = [f"{verdicts.count(kind)} {kind}" for kind in ("failed", "warning", "skipped") if kind in verdicts]
+    return f"{len(verdicts)} checks: {', '.join(counts) or 'all ok'}"
