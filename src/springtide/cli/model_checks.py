@@ -31,8 +31,6 @@ from springtide.rollout.episode import EpisodeSpec, play
 from springtide.trace import Message, ToolCall, sampling_seed
 
 if TYPE_CHECKING:
-    import torch
-
     from springtide.engine.local.engine import LocalEngine
     from springtide.trainer.model import Policy
 
@@ -55,6 +53,8 @@ _TOOLS: tuple[dict[str, Any], ...] = tuple(
     for name in ("look_up", "write_down")
 )
 _AWKWARD = (
+    "plain", 'a "quoted" word', "two\nlines", "back\\slash", "naïve 東京 🚲", "<tool_call>", "}", "  spaces  ", "0",
+)  # fmt: skip
     "plain",
     'a "quoted" word',
     "two\nlines",
