@@ -55,16 +55,6 @@ _TOOLS: tuple[dict[str, Any], ...] = tuple(
 _AWKWARD = (
     "plain", 'a "quoted" word', "two\nlines", "back\\slash", "naïve 東京 🚲", "<tool_call>", "}", "  spaces  ", "0",
 )  # fmt: skip
-    "plain",
-    'a "quoted" word',
-    "two\nlines",
-    "back\\slash",
-    "naïve 東京 🚲",
-    "<tool_call>",
-    "}",
-    "  spaces  ",
-    "0",
-)
 
 Finding = tuple[Kind, str]
 
