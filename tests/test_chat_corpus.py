@@ -12,7 +12,7 @@ import random
 
 import numpy as np
 import pytest
-from tests.test_chat_golden import MODELS, TOOLS, call, chat_of, play, result, their_ids
+from tests.test_chat_golden import MODELS, call, chat_of, play, result, their_ids
 
 from springtide.chat import measure_drift
 from springtide.trace import Message, ToolCall
