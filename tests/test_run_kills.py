@@ -1,6 +1,6 @@
 """Twenty kills and stops of every process of a run, at random moments: nothing lost, nothing twice, nothing left.
 
-Slow (some ten minutes): a stopped process is only replaced after a minute of silence. `pytest -m slow tests/test_run_kills.py`.
+Slow (a quarter of an hour): a stopped process is only replaced after a minute of silence.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_twenty_kills_and_stops_lose_nothing(tiny_model: Path, tmp_path: Path) -
         if run is None or run.poll() is not None:
             run = start_run(config, resume=(config.run_dir / "checkpoints").exists())
         before = trained(config)
-        wait_for(f"a step before {victim}", lambda b=before: trained(config) > b or run.poll() is not None, 180)
+        wait_for(f"a step before {victim}", lambda b=before, r=run: trained(config) > b or r.poll() is not None, 180)
         if run.poll() is not None:
             assert run.stdout is not None
             raise AssertionError(f"the run ended by itself before {victim}: {run.stdout.read()}")
