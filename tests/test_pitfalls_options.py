@@ -96,6 +96,7 @@ SHOWN_BY = {
     "trainer.optimizer": "test_options_of_the_step_change_the_weights",
     "trainer.lr": "test_options_of_the_step_change_the_weights",
     "trainer.warmup": "test_options_of_the_step_change_the_weights",
+    "trainer.lr_decay": "test_options_of_the_loop_take_effect",
     "trainer.weight_decay": "test_options_of_the_step_change_the_weights",
     "trainer.betas": "test_options_of_the_step_change_the_weights",
     "trainer.grad_clip": "test_options_of_the_step_change_the_weights",

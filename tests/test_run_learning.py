@@ -86,11 +86,15 @@ def test_a_synchronous_run_repeats_bit_for_bit_and_is_on_policy(tiny_model: Path
             lambda r: r["staleness"]["stale_pool_lag"] >= 0,
         ),
         ({"algorithm": {"equal_rewards": "keep"}}, lambda r: r["dropped"] == {}),
+        (
+            {"trainer": {"lr": 3e-3, "lr_decay": 1.0}},
+            lambda r: r["trainer"]["lr"] == pytest.approx(3e-3 * (1 - (r["step"] - 1) / 3)),
+        ),
         ({"trainer": {"cold_start": {"steps": 3, "tasks": 8, "batch": 4}}}, lambda r: True),
         ({"engine": {"ranks": 2}, "runtime": {"rollout_workers": 2, "env_workers": 2}}, lambda r: True),
     ],
     ids=[
-        "kl", "recompute", "kl-in-reward", "entropy-gspo", "cispo", "stale-pool", "keep-equal", "cold-start",
+        "kl", "recompute", "kl-in-reward", "entropy-gspo", "cispo", "stale-pool", "keep-equal", "lr-decay", "cold-start",
         "two-of-each",
     ],
 )  # fmt: skip

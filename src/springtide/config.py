@@ -184,6 +184,7 @@ class Trainer(Table):
     )
     lr: float = Field(4e-4, gt=0, description="learning rate")
     warmup: int = Field(0, ge=0, description="steps of linear warm-up")
+    lr_decay: Share = Field(0.0, description="the last share of the run, in which the rate falls linearly to 0")
     weight_decay: float = Field(0.0, ge=0, description="decoupled from the gradient; matrices only")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates")
     grad_clip: float = Field(1.0, gt=0, description="largest norm of a step's gradient")

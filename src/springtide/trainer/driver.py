@@ -138,10 +138,15 @@ class Driver:
         return self._clock.elapsed
 
     @property
-    def finished(self) -> bool:
+    def progress(self) -> float:
+        """How much of the run is trained, in [0, 1]: of its steps, or of its minutes where those end it earlier."""
         run = self.config.run
-        late = run.minutes is not None and self._clock.elapsed >= run.minutes * 60
-        return self.step >= run.steps or late
+        timed = self._clock.elapsed / (run.minutes * 60) if run.minutes is not None else 0.0
+        return min(1.0, max(self.step / run.steps, timed))
+
+    @property
+    def finished(self) -> bool:
+        return self.progress >= 1.0
 
     async def cold_start(self) -> None:
         """Supervised steps on the environments' own solutions of a fixed set of training tasks."""
@@ -224,8 +229,11 @@ class Driver:
         )
         with self._clock.measure("train"):
             files = await self._frozen_logprobs(items)
+            trainer = self.config.trainer
+            left = (1 - self.progress) / trainer.lr_decay if trainer.lr_decay else 1.0
+            lr = trainer.lr * min(1.0, left)
             learned = await self._runtime.trainer.call(
-                "train", deadline_s=_STEP_S, items=items, version=self._versions.current, **files
+                "train", deadline_s=_STEP_S, items=items, version=self._versions.current, lr=lr, **files
             )
         if penalties:
             learned["kl_penalty"] = fmean(penalties.values())

@@ -133,8 +133,9 @@ class Rank:
         version: int,
         ref_logprobs: str | None = None,
         old_logprobs: str | None = None,
+        lr: float | None = None,
     ) -> dict[str, Any]:
-        """One optimiser step of the configured policy loss.
+        """One optimiser step of the configured policy loss, at rate `lr` instead of the configured one if given.
 
         items: `{path, member, advantage}`, path of a group file. version: the tag of the present weights. ref_logprobs,
         old_logprobs: files of a reference rank's `logprobs` for the same items, where kl_coef > 0 or old_logprobs =
@@ -151,7 +152,7 @@ class Rank:
         _need_tokens(data)
         loaded = time.perf_counter()
         sums = accumulate_policy(policy, data, config.algorithm, self._shape(config.rollout.temperature), version)
-        return self._finish(optimizer, data, sums, started, loaded, None)
+        return self._finish(optimizer, data, sums, started, loaded, lr)
 
     def supervised(self, paths: tuple[str, ...], lr: float | None = None) -> dict[str, Any]:
         """One optimiser step on the action tokens of every trajectory in these group files (gold), at temperature 1.
