@@ -94,8 +94,8 @@ def test_a_synchronous_run_repeats_bit_for_bit_and_is_on_policy(tiny_model: Path
         ({"engine": {"ranks": 2}, "runtime": {"rollout_workers": 2, "env_workers": 2}}, lambda r: True),
     ],
     ids=[
-        "kl", "recompute", "kl-in-reward", "entropy-gspo", "cispo", "stale-pool", "keep-equal", "lr-decay", "cold-start",
-        "two-of-each",
+        "kl", "recompute", "kl-in-reward", "entropy-gspo", "cispo", "stale-pool", "keep-equal", "lr-decay",
+        "cold-start", "two-of-each",
     ],
 )  # fmt: skip
 def test_options_of_the_loop_take_effect(tiny_model: Path, tmp_path: Path, tables: dict[str, Any], shows: Any) -> None:
