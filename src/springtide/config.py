@@ -170,12 +170,6 @@ class ColdStart(Table):
     lr: float = Field(1e-3, gt=0, description="learning rate of the cold start")
 
 
-class Lora(Table):
-    rank: int = Field(0, ge=0, description="of the trained updates of frozen weights; 0: all weights are trained")
-    alpha: float = Field(32.0, gt=0, description="the update is scaled by alpha / rank")
-    layers: Literal["all", "attention"] = Field("all", description="which linear layers have one; never the head")
-
-
 class Trainer(Table):
     groups: Positive = Field(24, description="groups an optimiser step consumes")
     micro_tokens: Positive = Field(8192, description="padded tokens in one forward pass")
@@ -193,7 +187,6 @@ class Trainer(Table):
     checkpoint_keep: Positive = Field(2, description="newest checkpoints kept")
     device: str = Field("cpu", description="the torch device of the trainer")
     cold_start: ColdStart = ColdStart()
-    lora: Lora = Lora()
 
 
 class Reference(Table):

@@ -21,7 +21,6 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from springtide.trainer.data import Row
-from springtide.trainer.lora import merged
 from springtide.trainer.packing import MicroBatch, Tree, collate
 
 
@@ -50,15 +49,11 @@ class Policy:
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The trained parameters, tied ones once, in checkpoint order."""
-        return list(self.trained().values())
-
-    def trained(self) -> dict[str, torch.nn.Parameter]:
-        """The same by name: all weights, or their low-rank updates."""
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        return list(self.model.parameters())
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights by checkpoint name, tied ones once, detached (not copied; with a low-rank update, merged)."""
-        return merged(self.model)
+        """The weights by checkpoint name, tied ones once, detached (not copied)."""
+        return {name: p.detach() for name, p in self.model.named_parameters()}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Overwrite all weights in place. Raises: ModelError if names or shapes disagree."""

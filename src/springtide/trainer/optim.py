@@ -35,7 +35,7 @@ class Optimizer:
 
     def __init__(self, policy: Policy, config: Trainer) -> None:
         self._config, self._parameters, self.steps = config, policy.parameters(), 0
-        self._names = list(policy.trained())
+        self._names = list(policy.tensors())
         common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
         rest = self._parameters
         self._parts: list[torch.optim.Optimizer] = []

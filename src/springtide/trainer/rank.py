@@ -31,7 +31,6 @@ from springtide.trace import version_step
 from springtide.trainer import checkpoint as files
 from springtide.trainer.checkpoint import CheckpointError
 from springtide.trainer.data import DataError, StepData, load_step, write_logprobs
-from springtide.trainer.lora import add_lora
 from springtide.trainer.model import Policy, load_policy
 from springtide.trainer.optim import Optimizer, StepResult
 from springtide.trainer.step import Shape, Sums, accumulate_policy, accumulate_supervised, compute_logprobs
@@ -106,11 +105,7 @@ class Rank:
         torch.manual_seed(self._config.run.seed)
         torch.use_deterministic_algorithms(True, warn_only=True)
         state, extra = files.read_state(Path(checkpoint)) if checkpoint else ({}, None)
-        updated = role == "trainer" and self._config.trainer.lora.rank > 0
-        base = model if updated else checkpoint or model  # a checkpoint's weights are merged
-        self._policy = load_policy(Path(base), self._config.trainer.device)
-        if updated:
-            add_lora(self._policy.model, self._config.trainer.lora)
+        self._policy = load_policy(Path(checkpoint or model), self._config.trainer.device)
         self._optimizer = Optimizer(self._policy, self._config.trainer) if role == "trainer" else None
         self.version = state.get("version", -1)
         if checkpoint and self._optimizer is not None:
@@ -259,10 +254,7 @@ class Rank:
         _need_finite(policy, (extra or {}).get("step", optimizer.steps))
         with files.new_directory(Path(path)) as scratch:
             self._write_model(policy, scratch)
-            own = {"optimizer": optimizer.state(), "rng": torch.get_rng_state()}
-            if self._config is not None and self._config.trainer.lora.rank > 0:
-                own["lora"] = {name: p.detach() for name, p in policy.trained().items()}
-            torch.save(own, scratch / files.OPTIMIZER)
+            torch.save({"optimizer": optimizer.state(), "rng": torch.get_rng_state()}, scratch / files.OPTIMIZER)
             state = {"steps": optimizer.steps, "version": self.version}
             (scratch / files.STATE).write_text(json.dumps(state, indent=1))
             (scratch / files.EXTRA).write_text(json.dumps(extra or {}, indent=1))
@@ -300,13 +292,10 @@ class Rank:
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from error
         torch.set_rng_state(saved["rng"])
-        with torch.no_grad():
-            for name, tensor in saved.get("lora", {}).items():
-                self._policy.trained()[name].copy_(tensor)
 
     @staticmethod
     def _write_model(policy: Policy, directory: Path) -> None:
-        policy.model.save_pretrained(directory, state_dict=policy.tensors())
+        policy.model.save_pretrained(directory)
         files.copy_tokenizer(policy.directory, directory)
 
     def _weights(self) -> WeightStore:
