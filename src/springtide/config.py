@@ -145,23 +145,6 @@ class Algorithm(Table):
         "token_mean", description="what the loss is a mean over"
     )
 
-    @property
-    def clip(self) -> tuple[float, float]:
-        """How far below and above 1 the ratio is clipped."""
-        low, high = {"ppo_clip": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}[self.loss]
-        return self.clip_low or low, self.clip_high or high
-
-    @property
-    def corrected(self) -> bool:
-        """Whether tokens are weighted by pi_old/pi_rollout; with old log-probs as sampled those are 1."""
-        return self.old_logprobs == "recompute" and self.correction != "none"
-
-    @property
-    def weight_bounds(self) -> tuple[float, float]:
-        """The smallest weight a mask keeps, and the largest weight."""
-        cap = self.weight_cap or 2.0
-        return self.weight_floor or 1 / cap, cap
-
 
 class ColdStart(Table):
     steps: int = Field(0, ge=0, description="supervised steps on gold before RL; 0 for none")
@@ -253,9 +236,11 @@ class Config(Table):
         need(group.n >= 2, "rollout.group.n: a group-relative advantage needs at least 2 members")
         need((group.min_members or group.n) <= group.n, "rollout.group.min_members: more than rollout.group.n")
         need((group.min_members or group.n) >= 2, "rollout.group.min_members: needs at least 2 members")
+        cap = algorithm.weight_cap or 2.0
+        corrected = algorithm.old_logprobs == "recompute" and algorithm.correction != "none"
         for name in ("correction_level", "weight_cap", "weight_floor"):
             need(
-                algorithm.corrected or getattr(algorithm, name) == Algorithm.model_fields[name].default,
+                corrected or getattr(algorithm, name) == Algorithm.model_fields[name].default,
                 f'algorithm.{name}: a corrected weight needs algorithm.old_logprobs = "recompute" and a correction',
             )
         need(
@@ -263,7 +248,7 @@ class Config(Table):
             'algorithm.weight_floor: only algorithm.correction = "mask" has a floor',
         )
         need(
-            algorithm.correction != "mask" or algorithm.weight_bounds[0] < algorithm.weight_bounds[1],
+            algorithm.correction != "mask" or (algorithm.weight_floor or 1 / cap) < cap,
             "algorithm.weight_floor: must be less than algorithm.weight_cap (unset, they are 1 / weight_cap and 2)",
         )
         need(

@@ -93,7 +93,10 @@ class ModelChecker:
         """Make one check."""
         if name != "files" and self._chat is None:
             return Verdict(name, "skipped", "the tokenizer and the template did not load")
-        kind, detail = await self.checks[name]()
+        try:
+            kind, detail = await self.checks[name]()
+        except ChatError as error:
+            kind, detail = "failed", str(error)
         return Verdict(name, kind, " ".join(detail.split()))
 
     async def _files(self) -> Finding:
@@ -111,12 +114,14 @@ class ModelChecker:
     async def _open(self) -> None:
         """The trainer's policy and an engine with its weights as version 0, where the engine knows the model."""
         import torch
+        from transformers.utils import logging as transformers_logging
 
         from springtide.engine.local.engine import EngineSettings, LocalEngine
         from springtide.models.decoder import UnsupportedModel
         from springtide.trainer.model import ModelError, load_policy
 
         torch.set_num_threads(1)
+        transformers_logging.disable_progress_bar()
         try:
             self._policy = load_policy(self._path)
             store = self._directory / "weights"
@@ -136,17 +141,14 @@ class ModelChecker:
         assert chat is not None
         restarted = tokens = 0
         for number in range(_CONVERSATIONS):
-            try:
-                conversation = chat.start([Message("user", f"Task {number}: {rng.choice(_AWKWARD)}")], _TOOLS)
-                for _ in range(_TURNS):
-                    conversation.assistant(conversation.render_gold(Message("assistant", "", (_call(rng),))), "stop")
-                    restarted += not conversation.observe([Message("tool", rng.choice(_AWKWARD))])
-                    drift = measure_drift(conversation)
-                    if drift.kind == "text":
-                        return "failed", f"the text appended differs from a rendering: {drift.ours!r}, {drift.theirs!r}"
-                    tokens += drift.kind == "tokens"
-            except ChatError as error:
-                return "failed", str(error)
+            conversation = chat.start([Message("user", f"Task {number}: {rng.choice(_AWKWARD)}")], _TOOLS)
+            for _ in range(_TURNS):
+                conversation.assistant(conversation.render_gold(Message("assistant", "", (_call(rng),))), "stop")
+                restarted += not conversation.observe([Message("tool", rng.choice(_AWKWARD))])
+                drift = measure_drift(conversation)
+                if drift.kind == "text":
+                    return "failed", f"the text appended differs from a rendering: {drift.ours!r}, {drift.theirs!r}"
+                tokens += drift.kind == "tokens"
         turns = _CONVERSATIONS * _TURNS
         if restarted or tokens:
             return "warning", (
@@ -265,12 +267,9 @@ class ModelChecker:
         gap, apart = float(np.abs(second.logprobs - new).max()), float(np.abs(old - new).max())
         if apart < 10 * TOLERANCE:
             return "skipped", f"weights changed by a tenth move no log-prob by more than {apart:.1g} nats"
-        if second.version != 1 or second.cached_tokens or not gap <= TOLERANCE:
-            return "failed", (
-                f"after new weights a turn of version {second.version} took {second.cached_tokens} tokens from the "
-                f"cache and differs from those weights by {gap:.2g} nats"
-            )
-        return "ok", f"after new weights nothing cached was used: within {gap:.1g} nats of them, {apart:.1g} of the old"
+        if second.version != 1 or not gap <= TOLERANCE:
+            return "failed", f"after new weights a turn of version {second.version} is {gap:.2g} nats away from them"
+        return "ok", f"a turn after new weights is within {gap:.1g} nats of them and {apart:.1g} away from the old"
 
     async def _gold(self) -> Finding:
         """The environment's own solutions, said in this model's tokens and read back by its format."""

@@ -24,6 +24,8 @@ __all__ = ["LossSums", "Tokens", "policy_loss"]
 # |log rho| beyond this is already clipped in every branch that has a gradient (e^-20 is 2e-9); the bound keeps exp
 # finite, for inf * 0 in the backward pass of a clipped token would be NaN.
 MAX_LOG_RATIO = 20.0
+# How far below and above 1 a loss clips its ratio where the configuration leaves it open.
+_CLIPS = {"ppo_clip": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,8 @@ def policy_loss(tokens: Tokens, algorithm: Algorithm) -> LossSums:
     from springtide.algorithms.losses.kl import kl_loss
     from springtide.algorithms.losses.ppo_clip import ppo_clip
 
-    low, high = algorithm.clip
+    low, high = _CLIPS[algorithm.loss]
+    low, high = algorithm.clip_low or low, algorithm.clip_high or high
     if algorithm.loss == "gspo":
         result = gspo(tokens, clip_low=low, clip_high=high)
     elif algorithm.loss == "cispo":
@@ -89,7 +92,7 @@ def policy_loss(tokens: Tokens, algorithm: Algorithm) -> LossSums:
         result = ppo_clip(tokens, clip_low=low, clip_high=high, dual_clip=algorithm.dual_clip)
     sums = {**result.sums, **behaviour_sums(tokens.logprobs, tokens.rollout)}
     weights = tokens.weights
-    if algorithm.corrected:
+    if algorithm.old_logprobs == "recompute" and algorithm.correction != "none":
         u, found = correction(tokens, algorithm)
         weights = weights * u
         sums |= found

@@ -29,7 +29,8 @@ def correction(tokens: Tokens, algorithm: Algorithm) -> tuple[Tensor, dict[str, 
         total, count = sum_by_sequence(gap, tokens.sequence)
         gap = total if algorithm.correction_level == "sequence" else total / count
     weight = torch.exp(gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-    low, high = algorithm.weight_bounds
+    high = algorithm.weight_cap or 2.0
+    low = algorithm.weight_floor or 1 / high
     if algorithm.correction == "truncate":
         u, bounded = weight.clamp(max=high), weight > high
     else:
