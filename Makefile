@@ -8,7 +8,7 @@ STAMP := .venv/.springtide-setup
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make quickstart   set up, then train the shipped model on three suites (about seven minutes on two cores)"
+	@echo "make quickstart   set up, then train the shipped model on three suites (about ten minutes on two cores)"
 	@echo "make test         set up, then run the tests (under 10 minutes on two cores)"
 	@echo "make setup | test-slow | lint | types | format | docs | bench | clean"
 

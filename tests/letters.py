@@ -69,6 +69,17 @@ class Slow(Letters):
         await super().reply(text)
 
 
+class Flooding(Letters):
+    """Every reply is answered with more text than any context holds."""
+
+    name = "flooding"
+    max_turns = 3
+
+    async def reply(self, text: str) -> str:  # type: ignore[override]
+        self.said = text
+        return "x" * 1_000_001
+
+
 class Flaky(Letters):
     """A third of its episodes fail in their tools, whatever the policy does."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from springtide.config import RESUMABLE, ConfigError, changed_keys, load_config, make_config
+from springtide.config import RESUMABLE, Config, ConfigError, changed_keys, load_config, make_config
 
 SUITES = {"suites": [{"use": "db"}, {"use": "kg"}]}
 
@@ -42,6 +44,19 @@ def test_the_resolved_tree_reads_back_equal(tmp_path: Path) -> None:
         (("trainer.lr",), "write it as table.key=value"),
         (("suites.7.level=x",), r"suites\.7 is not an entry"),
         (("run.name=a/b",), r"run\.name"),
+        (("run.seed=9223372036854775808",), r"run\.seed: .*9223372036854775807, not 9223372036854775808"),
+        (("trainer.betas=[0.9, 1.0]",), r"trainer\.betas\.1: .*less than 1, not 1\.0"),
+        (("trainer.betas=[-0.1, 0.9]",), r"trainer\.betas\.0: .*greater than or equal to 0"),
+        (("trainer.lr=1e300",), r"trainer\.lr: .*less than or equal to 10, not 1e\+300"),
+        (("engine.max_batch=1000000000",), r"engine\.max_batch: .*16384"),
+        (("engine.kv_tokens=1000000000000",), r"engine\.kv_tokens: .*100000000, not"),
+        (("rollout.temperature=1e-320",), r"rollout\.temperature: .*0\.001, not 1e-320"),
+        (("rollout.temperature=0",), r"rollout\.temperature: .*0\.001, not 0"),
+        (('run.dir="a\\u0000b"',), r"run\.dir: 'a\\x00b' holds a NUL"),
+        (('suites=[{use="a\\u0000b.py:X"}]',), r"suites\.0\.use: 'a\\x00b\.py:X' holds a NUL"),
+        ((f"run.name={'x' * 300}",), r"run\.name: .*more than 240 bytes"),
+        ((f"run.steps={'9' * 5000}",), r"--set 'run\.steps=9+.*: .*digits"),
+        ((f"suites={'[' * 20000}",), r"--set 'suites=\[+"),
     ],
 )
 def test_faults_are_one_line_with_key_and_remedy(tmp_path: Path, sets: tuple[str, ...], says: str) -> None:
@@ -73,3 +88,28 @@ def test_resumable_keys_exist() -> None:
     for key in RESUMABLE:
         table, name = key.split(".")
         assert name in full[table], key
+
+
+def test_every_number_is_bounded_on_both_sides() -> None:
+    """What is finite but absurd passed the check and ended in a library's traceback later."""
+
+    def numbers(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if node.get("type") in ("integer", "number"):
+            yield node
+        for part in (*node.get("anyOf", ()), *node.get("prefixItems", ())):
+            yield from numbers(part)
+
+    found = [
+        (f"{table}.{name}", number)
+        for table, definition in Config.model_json_schema()["$defs"].items()
+        for name, field in definition["properties"].items()
+        for number in numbers(field)
+    ]
+    assert len(found) > 40
+    sides = ({"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"})
+    assert [name for name, number in found if not all(side & number.keys() for side in sides)] == []
+
+
+def test_a_number_that_python_does_not_write_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"^run\.steps: .*, not such a int$"):
+        make_config({**SUITES, "run": {"steps": 10**5000}})

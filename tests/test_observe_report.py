@@ -187,6 +187,14 @@ def test_a_torn_summary_is_no_summary(run: Path, damage: bytes) -> None:
     assert "not finished" in page.text and "step 4 of 4" in page.text
 
 
+def test_lines_that_are_no_record_are_left_out_and_said(run: Path) -> None:
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(b'3\n{"a": 1}\n\xff\n')
+    page = read(run)
+    assert "step 4 of 4" in page.text and "finished" in page.text
+    assert "3 lines of metrics.jsonl could not be read and are left out" in page.text
+
+
 def test_reading_a_run_changes_nothing_in_it(run: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
     assert not isinstance(RunView.open(run).ledger, str)
@@ -363,6 +371,20 @@ def test_no_request_reaches_a_file_that_is_not_listed(run: Path, path: str) -> N
         raw.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())  # as typed: clients tidy paths up
         reply = b"".join(iter(lambda: raw.recv(65536), b"")).decode()
     assert reply.split()[1] == "404" and "[run]" not in reply and "root:" not in reply
+
+
+def test_a_request_for_what_is_no_address_is_answered(run: Path) -> None:
+    with serving(run) as viewer, socket.create_connection(("127.0.0.1", viewer.port), timeout=20) as raw:
+        raw.sendall(b"GET http://[::1/ HTTP/1.0\r\n\r\n")
+        reply = b"".join(iter(lambda: raw.recv(65536), b"")).decode()
+    assert reply.split()[1] == "400" and "That is no address: Invalid IPv6 URL" in reply
+
+
+@pytest.mark.parametrize("torn", [b'{"view": 50', b"[1]", b"\xff"])
+def test_a_torn_file_of_ports_is_written_anew(run: Path, torn: bytes) -> None:
+    (run / "ports.json").write_bytes(torn)
+    with open_viewer(run, port=0) as viewer:
+        assert json.loads((run / "ports.json").read_text()) == {"view": viewer.port}
 
 
 def test_only_this_machine_can_connect(run: Path) -> None:

@@ -317,6 +317,19 @@ def test_limits_of_an_episode_take_effect(tiny_model: Path) -> None:
     assert tight.tokens <= usual.turns[1].end - 2
 
 
+def test_an_answer_that_no_context_holds_ends_the_episode_untokenised(tiny_model: Path) -> None:
+    async def episode() -> Trajectory:
+        suite = f"{TESTS / 'letters.py'}:Flooding"
+        async with InProcessClient((suite,)) as env:
+            task = (await env.catalog(suite, "train", "quick"))[0]
+            spec = EpisodeSpec(task, 0, 0, 0, "train", 0, temperature=1.0, max_new_tokens=5, context=256)
+            return await play(spec, env, Recorder(), load_chat(tiny_model))  # type: ignore[arg-type]
+
+    trajectory = asyncio.run(episode())
+    assert (trajectory.outcome.status, len(trajectory.turns)) == ("context_limit", 1)
+    assert trajectory.tokens < 256 and len(trajectory.messages[-1].text) < 3000
+
+
 class Failing:
     """A pool of one worker whose every episode is lost to its environment."""
 

@@ -11,9 +11,13 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from typer.testing import CliRunner
 
 import springtide
-from springtide.engine.openai import ChatEndpoint, EndpointError
+from springtide.cli.main import app
+from springtide.config import ConfigError
+from springtide.engine.openai import ChatEndpoint, EndpointError, check_url
+from springtide.rollout.feeder import BrokenRun
 from springtide.trace import Message
 
 SUITE = f"{Path(__file__).parent / 'letters.py'}:Letters"
@@ -87,6 +91,7 @@ def test_a_passing_fault_is_tried_again_and_a_final_one_is_an_environment_error(
     with refused.serve() as url:
         figures = springtide.evaluate(url, SUITE, tasks=2).suites["letters"]
     assert (figures.episodes, figures.env_errors) == (0, 2)  # never a failure of the policy
+    assert figures.first_error.startswith(f"infrastructure: {url}/chat/completions (default): status 400: overloaded")
 
 
 def test_what_is_no_completion_is_said_with_the_servers_words() -> None:
@@ -102,3 +107,48 @@ def test_what_is_no_completion_is_said_with_the_servers_words() -> None:
         asyncio.run(ask(url))
     with pytest.raises(EndpointError, match=r"127\.0\.0\.1:9/v1/chat/completions"):
         asyncio.run(ask("http://127.0.0.1:9/v1"))
+
+
+def test_an_endpoint_that_nobody_serves_is_named_and_its_suite_is_not_suspected() -> None:
+    """A wrong port was told as `every episode failed in its environment; try: springtide doctor env db`."""
+    said = r"^http://127\.0\.0\.1:9/v1/chat/completions: ClientConnectorError: Cannot connect to host 127\.0\.0\.1:9 .*"
+    with pytest.raises(EndpointError, match=said + "is the server up"):
+        springtide.evaluate("http://127.0.0.1:9/v1", SUITE, tasks=2)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://", "http:///v1", "http://[::1", "http://h:99999/v1", "http://h:0/v1", "http://a b/v1", "https://:80", "h"],
+)
+def test_an_address_that_is_none_is_refused_before_anything_is_sent(url: str) -> None:
+    with pytest.raises(ValueError, match=r"^.* is not an endpoint's URL: .*; write it as http://HOST:PORT/v1$"):
+        check_url(url)
+    if url != "h":
+        with pytest.raises(ConfigError, match="is not an endpoint's URL"):
+            springtide.evaluate(url, SUITE, tasks=1)
+
+
+def test_addresses_as_servers_print_them_are_taken() -> None:
+    for url in ("http://127.0.0.1:8000/v1", "http://[::1]:8000/v1/chat/completions", "https://api.example.org/v1/"):
+        check_url(url)
+
+
+def test_when_every_episode_fails_the_command_says_whose_fault_it_is() -> None:
+    refusing, fine = Endpoint({"content": ""}, failures=10**6, status=404), Endpoint({"content": "lettersa"})
+    for endpoint, suite, says, doctor in (
+        (refusing, SUITE, "status 404: overloaded", False),
+        (fine, SUITE.replace("Letters", "Broken"), "judge: RuntimeError: the judge has no data", True),
+    ):
+        with endpoint.serve() as url:
+            result = CliRunner().invoke(app, ["eval", url, "--suite", suite, "--level", "quick", "--tasks", "1"])
+        assert isinstance(result.exception, BrokenRun)
+        line = str(result.exception)
+        assert says in line and ("springtide doctor env" in line) is doctor and "\n" not in line
+
+
+def test_inside_an_event_loop_an_evaluation_runs_in_a_thread() -> None:
+    async def inside(url: str) -> float:
+        return (await asyncio.to_thread(springtide.evaluate, url, SUITE, tasks=1)).success
+
+    with Endpoint({"content": "lettersa"}).serve() as url:
+        assert asyncio.run(inside(url)) == 1.0

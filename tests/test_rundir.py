@@ -40,3 +40,12 @@ def test_a_run_is_resumed_under_any_spelling_of_its_place(tmp_path: Path, monkey
         _go(run_config(tmp_path, tmp_path / "moved", rollout={"temperature": 0.5}), resume=True)
     with pytest.raises(ConfigError, match="holds no run to resume"):
         _go(run_config(tmp_path, tmp_path / "elsewhere"), resume=True)
+
+
+def test_checkpoints_are_newest_first_by_number(tmp_path: Path) -> None:
+    """Sorted as text, step 1000000 stood before step 999999 and was taken for the oldest: never resumed, forgotten."""
+    directory = RunDirectory(tmp_path)
+    for step in (999_999, 1_000_000, 7, 1_000_001):
+        directory.checkpoint(step).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-3-mine").mkdir()
+    assert [path.name for path in directory.saved()] == ["step-1000001", "step-1000000", "step-999999", "step-000007"]

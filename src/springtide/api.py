@@ -8,14 +8,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
+import numbers
+import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from springtide.chat import check_vocab, load_chat
-from springtide.config import Config, ConfigError, load_config, make_config
-from springtide.engine.openai import ChatEndpoint
+from springtide.config import MAX_TEMPERATURE, MIN_TEMPERATURE, Config, ConfigError, load_config, make_config
+from springtide.engine.openai import ChatEndpoint, check_url
 from springtide.env.local import LocalClient, LocalRunner
 from springtide.env.registry import load_suite
 from springtide.models.presets import check_weights, resolve_model, vocab_size
@@ -28,16 +31,20 @@ from springtide.rollout.evaluate import evaluate as run_evaluation
 from springtide.rollout.pool import play_once
 from springtide.rundir import RunDirectory
 from springtide.runtime.local import open_runtime
-from springtide.trace import TaskRef
+from springtide.trace import TaskRef, is_finite
 from springtide.trainer.loop import train as run_loop
 from springtide.trainer.start import open_run
+
+_MOST_EPISODES = 1_000_000
 
 
 def train(config: Config | dict[str, Any] | str | Path, *, resume: bool = False) -> Summary:
     """Train as `config` says (a tree, a TOML file, or a checked Config) and return the run's summary.
 
-    Raises: ConfigError before anything heavy starts; BrokenRun, ProcessFailed when the run cannot go on.
+    Raises: ConfigError before anything heavy starts; BrokenRun, ProcessFailed when the run cannot go on; RuntimeError
+    inside an event loop.
     """
+    _needs_no_loop("train")
     checked = as_config(config)
 
     async def run() -> Summary:
@@ -55,7 +62,23 @@ def as_config(config: Config | dict[str, Any] | str | Path) -> Config:
     """Any accepted form, checked. Raises: ConfigError."""
     if isinstance(config, Config):
         return config
-    return make_config(config) if isinstance(config, dict) else load_config(Path(config))
+    if isinstance(config, dict):
+        return make_config(config)
+    if isinstance(config, str | os.PathLike):
+        return load_config(Path(config))
+    raise ConfigError(f"a run is given as a Config, a dict or the path of a TOML file, not as {type(config).__name__}")
+
+
+def _needs_no_loop(name: str) -> None:
+    """Raises: RuntimeError where an event loop runs, before any coroutine is made that nobody would await."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError(
+        f"springtide.{name} runs an event loop of its own, and one runs here already: call it in a thread, as "
+        f"await asyncio.to_thread(springtide.{name}, ...)"
+    )
 
 
 def _report(run: Path) -> None:
@@ -83,8 +106,12 @@ def evaluate(
     """Play the first `tasks` tasks of a suite's split, `samples` times each, and say how often they succeed.
 
     target: a run directory (its newest checkpoint), a Hugging Face directory, the name of a shipped model, or the URL
-    of an OpenAI-compatible endpoint (then `model` names the model there). Raises: ConfigError, ProcessFailed.
+    of an OpenAI-compatible endpoint (then `model` names the model there). temperature 0 is greedy. Raises: ConfigError,
+    EndpointError (nobody answers there), ProcessFailed; RuntimeError inside an event loop.
     """
+    _needs_no_loop("evaluate")
+    _check_counts(tasks=tasks, samples=samples, concurrency=concurrency)
+    _check_temperature(temperature)
     config, path = _eval_config(target, suite, split, level, max_new_tokens, seed)
     load_suite(suite).select(split, level)
     if path is not None:
@@ -99,12 +126,11 @@ def evaluate(
             directory = RunDirectory(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="springtide-eval-"))))
             env: LocalClient
             if path is None:
+                endpoint = await stack.enter_async_context(ChatEndpoint(str(target), model, connections=concurrency))
+                await endpoint.probe()
                 runner = LocalRunner((suite,), config.runtime.env_workers, directory.logs)
                 await stack.enter_async_context(runner)
                 env = await stack.enter_async_context(LocalClient(runner.addresses))
-                endpoint = await stack.enter_async_context(
-                    ChatEndpoint(str(target), model, connections=max(1, concurrency))
-                )
                 play = functools.partial(play_endpoint, env=env, endpoint=endpoint)
             else:
                 runtime = await stack.enter_async_context(open_runtime(config, directory.path, path, checkpoint=None))
@@ -119,6 +145,21 @@ def evaluate(
     return asyncio.run(run())
 
 
+def _check_counts(**counts: Any) -> None:
+    for name, value in counts.items():
+        whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        if not whole or not 1 <= int(value) <= _MOST_EPISODES:
+            raise ConfigError(f"{name}: must be a whole number from 1 to {_MOST_EPISODES:,}, not {value!r:.60}")
+
+
+def _check_temperature(value: Any) -> None:
+    number = float(value) if is_finite(value) and not isinstance(value, bool) else math.nan
+    if not (number == 0 or MIN_TEMPERATURE <= number <= MAX_TEMPERATURE):
+        raise ConfigError(
+            f"temperature: must be 0 (greedy) or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, not {value!r:.60}"
+        )
+
+
 def _eval_config(
     target: str | Path, suite: str, split: str, level: str, max_new_tokens: int | None, seed: int
 ) -> tuple[Config, Path | None]:
@@ -126,7 +167,12 @@ def _eval_config(
     text = str(target)
     base: dict[str, Any] = {}
     path: Path | None = None
-    if not text.startswith(("http://", "https://")):
+    if text.startswith(("http://", "https://")):
+        try:
+            check_url(text)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    else:
         directory = RunDirectory(Path(text))
         if directory.config.exists():
             saved = directory.saved()

@@ -13,11 +13,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
+from springtide.trace import REWARD_LIMIT
+
+# Upper bounds stand where no machine and no sense reach: a slip of the keyboard must not end in a library's traceback.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 100.0  # logits are divided by it, in float32
+_MOST = 10**9  # of whatever is counted
+_NAME = 240  # bytes of a file's name: 255 on every file system we know, less what a run appends
+
+Positive = Annotated[int, Field(gt=0, le=_MOST)]
+Natural = Annotated[int, Field(ge=0, le=_MOST)]
+Processes = Annotated[int, Field(gt=0, le=1000)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(ge=1e-3, le=1e6)]
+LearningRate = Annotated[float, Field(gt=0, le=10)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ConfigError(Exception):
@@ -27,13 +38,26 @@ class ConfigError(Exception):
 class Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    @field_validator("*")
+    @classmethod
+    def _usable(cls, value: Any) -> Any:
+        """Texts become paths and arguments of programs, which know no NUL."""
+        if isinstance(value, str):
+            if "\0" in value:
+                raise ValueError(f"{value!r:.80} holds a NUL character, which no path and no name can")
+            if any(len(part.encode()) > _NAME for part in value.split("/")):
+                raise ValueError(f"{value!r:.80}... has a part of more than {_NAME} bytes, too long for a file's name")
+        return value
+
 
 class Run(Table):
     name: str = Field("run", pattern=r"^\w[\w.\-]*$", description="the run directory's name")
     dir: str = Field("runs", description="where run directories are made")
-    seed: int = Field(0, ge=0, description="of tasks, tokens and everything else that is random")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="of tasks, tokens and everything else that is random")
     steps: Positive = Field(100, description="optimiser steps")
-    minutes: float | None = Field(None, gt=0, description="stop after this many minutes of training, if earlier")
+    minutes: float | None = Field(
+        None, gt=0, le=1e6, description="stop after this many minutes of training, if earlier"
+    )
 
 
 class Model(Table):
@@ -41,23 +65,23 @@ class Model(Table):
     tool_format: Literal["auto", "hermes", "glm", "plain"] = Field(
         "auto", description="how calls are written; auto reads it from the chat template (docs/models.md)"
     )
-    context: Positive = Field(1024, description="tokens an episode may reach: then it ends as context_limit")
+    context: int = Field(1024, gt=0, le=10**7, description="tokens an episode may reach: then it ends as context_limit")
 
 
 class EngineTable(Table):
     kind: Literal["local"] = Field("local", description="the engine in PyTorch that comes with Springtide")
-    ranks: Positive = Field(1, description="engine processes")
-    max_batch: Positive = Field(128, description="sequences decoded together")
-    kv_tokens: Positive = Field(65536, description="tokens of KV cache an engine holds, over all versions")
-    prefill_chunk: Positive = Field(2048, description="prompt tokens computed in one step")
-    weight_slots: Positive = Field(4, description="weight versions an engine holds at once")
+    ranks: Processes = Field(1, description="engine processes")
+    max_batch: int = Field(128, gt=0, le=16384, description="sequences decoded together")
+    kv_tokens: int = Field(65536, gt=0, le=10**8, description="tokens of KV cache an engine holds, over all versions")
+    prefill_chunk: int = Field(2048, gt=0, le=10**6, description="prompt tokens computed in one step")
+    weight_slots: int = Field(4, gt=0, le=64, description="weight versions an engine holds at once")
     device: str = Field("cpu", description="the torch device of the engines")
 
 
 class RuntimeTable(Table):
     kind: Literal["local"] = Field("local", description="all processes on this machine")
-    rollout_workers: Positive = Field(1, description="processes that play episodes: rendering, parsing, agent loop")
-    env_workers: Positive = Field(1, description="processes that environments run in, many episodes in each")
+    rollout_workers: Processes = Field(1, description="processes that play episodes: rendering, parsing, agent loop")
+    env_workers: Processes = Field(1, description="processes that environments run in, many episodes in each")
     start_s: Seconds = Field(120.0, description="deadline for any process of the run to start")
 
 
@@ -65,25 +89,32 @@ class SuiteEntry(Table):
     use: str = Field(description="a registered suite, or FILE.py:Class")
     split: Literal["train", "test", "ood"] = Field("train", description="what is trained on; its dev tenth never is")
     level: str = Field("quick", description="one of the suite's levels")
-    weight: float = Field(1.0, gt=0, description="share of the consumed task mixture, relative to the others")
+    weight: float = Field(
+        1.0, ge=1e-6, le=1e6, description="share of the consumed task mixture, relative to the others"
+    )
 
 
 class GroupTable(Table):
-    n: Positive = Field(8, description="members of a group")
+    n: int = Field(8, gt=0, le=10_000, description="members of a group")
     min_members: Positive | None = Field(
         None, description="a group at its deadline is trained from this many; default n"
     )
-    retries: int = Field(2, ge=0, description="fresh environments for a member lost to an environment error")
+    retries: int = Field(2, ge=0, le=1000, description="fresh environments for a member lost to an environment error")
     deadline_s: Seconds = Field(
         300.0, description="from a group's first start, evaluations aside; then trained or dropped"
     )
 
 
 class Rollout(Table):
-    temperature: float = Field(1.0, gt=0, description="of sampling in training; the loss divides logits by it too")
+    temperature: float = Field(
+        1.0,
+        ge=MIN_TEMPERATURE,
+        le=MAX_TEMPERATURE,
+        description="of sampling in training; the loss divides logits by it too",
+    )
     max_new_tokens: Positive = Field(64, description="tokens a turn may have")
     max_turns: Positive | None = Field(None, description="fewer turns than the environment allows")
-    concurrency: Positive = Field(24, description="groups in flight")
+    concurrency: int = Field(24, gt=0, le=100_000, description="groups in flight")
     context: Literal["full"] = Field("full", description="what a turn sees of the episode: all of it")
     group: GroupTable = GroupTable()
     stale_probability: Share = Field(0.0, description="cross-policy sampling: share of turns drawn from the stale pool")
@@ -91,7 +122,7 @@ class Rollout(Table):
 
 
 class Staleness(Table):
-    bound: int = Field(2, ge=0, description="steps a group may lag behind the weights it trains")
+    bound: Natural = Field(2, description="steps a group may lag behind the weights it trains")
     overage: Literal["wait", "drop"] = Field(
         "wait", description="of a group about to pass the bound: the trainer waits for it, or it is dropped and counted"
     )
@@ -113,15 +144,24 @@ class Algorithm(Table):
     equal_rewards: Literal["drop", "keep"] = Field(
         "drop", description="groups whose members all earned the same: dropped, counted and refilled, or trained"
     )
-    incomplete_reward: float = Field(-0.2, description="reward of a turn, context or time limit or invalid action")
+    incomplete_reward: float = Field(
+        -0.2,
+        ge=-REWARD_LIMIT,
+        le=REWARD_LIMIT,
+        description="reward of a turn, context or time limit or invalid action",
+    )
     loss: Literal["ppo_clip", "gspo", "cispo"] = Field(
         "ppo_clip", description="a ratio a token and clipped gradients, a ratio a sequence, or clipped weights"
     )
     clip_low: float | None = Field(
         None, gt=0, le=1, description="the ratio is clipped at 1 - clip_low; unset: 0.2 (gspo 3e-4, cispo 1)"
     )
-    clip_high: float | None = Field(None, gt=0, description="and at 1 + clip_high; unset: 0.28 (gspo 4e-4, cispo 4)")
-    dual_clip: float = Field(3.0, gt=1, description="ppo_clip: for A < 0 a token's loss is at most this times -A")
+    clip_high: float | None = Field(
+        None, gt=0, le=1e6, description="and at 1 + clip_high; unset: 0.28 (gspo 4e-4, cispo 4)"
+    )
+    dual_clip: float = Field(
+        3.0, gt=1, le=1e6, description="ppo_clip: for A < 0 a token's loss is at most this times -A"
+    )
     old_logprobs: Literal["rollout", "recompute"] = Field(
         "rollout", description="the ratio's denominator: as sampled, or by a rank of its own with the step's weights"
     )
@@ -131,26 +171,29 @@ class Algorithm(Table):
     correction_level: Literal["token", "sequence", "geometric"] = Field(
         "token", description="that weight of a token, a segment's product, or its geometric mean"
     )
-    weight_cap: float | None = Field(None, gt=0, description="largest such weight; unset: 2. With recompute only")
-    weight_floor: float | None = Field(
-        None, gt=0, description="smallest such weight under mask; unset: 1 / weight_cap. With recompute only"
+    weight_cap: float | None = Field(
+        None, gt=0, le=1e6, description="largest such weight; unset: 2. With recompute only"
     )
-    kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the reference")
+    weight_floor: float | None = Field(
+        None, gt=0, le=1e6, description="smallest such weight under mask; unset: 1 / weight_cap. With recompute only"
+    )
+    # Up to what float32 holds: a loss that overflows is refused by the step, with this key in its line.
+    kl_coef: float = Field(0.0, ge=0, le=3e38, description="weight of the KL to the reference")
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="how that KL is estimated; k1 in the reward only")
     kl_in: Literal["loss", "reward"] = Field(
         "loss", description="added to the loss of each token, or taken off the episode's reward before the baseline"
     )
-    entropy_coef: float = Field(0.0, ge=0, description="bonus for the policy's entropy, in nats a token")
+    entropy_coef: float = Field(0.0, ge=0, le=1e6, description="bonus for the policy's entropy, in nats a token")
     aggregation: Literal["token_mean", "trajectory_mean", "segment_mean"] = Field(
         "token_mean", description="what the loss is a mean over"
     )
 
 
 class ColdStart(Table):
-    steps: int = Field(0, ge=0, description="supervised steps on gold before RL; 0 for none")
+    steps: Natural = Field(0, description="supervised steps on gold before RL; 0 for none")
     tasks: Positive = Field(256, description="gold tasks a suite")
     batch: Positive = Field(32, description="trajectories a step")
-    lr: float = Field(1e-3, gt=0, description="learning rate of the cold start")
+    lr: LearningRate = Field(1e-3, description="learning rate of the cold start")
 
 
 class Trainer(Table):
@@ -159,12 +202,12 @@ class Trainer(Table):
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="AdamW, or Muon for hidden matrices with AdamW for the rest"
     )
-    lr: float = Field(4e-4, gt=0, description="learning rate")
-    warmup: int = Field(0, ge=0, description="steps of linear warm-up")
+    lr: LearningRate = Field(4e-4, description="learning rate")
+    warmup: Natural = Field(0, description="steps of linear warm-up")
     lr_decay: Share = Field(0.0, description="the last share of the run, in which the rate falls linearly to 0")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled from the gradient; matrices only")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates")
-    grad_clip: float = Field(1.0, gt=0, description="largest norm of a step's gradient")
+    weight_decay: float = Field(0.0, ge=0, le=100, description="decoupled from the gradient; matrices only")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="AdamW's decay rates, each below 1")
+    grad_clip: float = Field(1.0, gt=0, le=1e9, description="largest norm of a step's gradient")
     logit_chunk: Positive = Field(4096, description="action tokens whose logits exist at once")
     checkpoint_every: Positive = Field(20, description="steps between checkpoints")
     checkpoint_keep: Positive = Field(2, description="newest checkpoints kept")
@@ -184,10 +227,10 @@ class Weights(Table):
 
 
 class Eval(Table):
-    every: int = Field(0, ge=0, description="steps between evaluations during training; 0 for none")
+    every: Natural = Field(0, description="steps between evaluations during training; 0 for none")
     tasks: Positive = Field(64, description="tasks a suite")
     split: Literal["train", "test", "ood"] = Field("test", description="what is evaluated on")
-    samples: Positive = Field(1, description="sampled episodes a task")
+    samples: int = Field(1, gt=0, le=10_000, description="sampled episodes a task")
     greedy: bool = Field(True, description="also one greedy episode a task")
     at_ends: bool = Field(True, description="evaluate before the first and after the last step")
     dev: bool = Field(False, description="evaluate the dev tenth of `train` instead of `split`")
@@ -310,11 +353,13 @@ RESUMABLE = frozenset(
 
 def load_config(path: Path, sets: tuple[str, ...] = ()) -> Config:
     """Read a TOML file, apply `--set a.b=c` items in order, and check. Raises: ConfigError."""
+    if "\0" in str(path):
+        raise ConfigError(f"{str(path)!r} holds a NUL character, which no path can")
     try:
         data = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, nested without end
         raise ConfigError(f"{path} is not TOML: {error}") from None
     for item in sets:
         _apply(data, item)
@@ -349,8 +394,15 @@ def _line(error: Any) -> str:
         table = ".".join(str(p) for p in error["loc"][:-1]) or "the configuration"
         message = f"no such key in {table}; see docs/configuration.md"
     elif where and error["type"] != "value_error":
-        message = f"{message}, not {error['input']!r}"
+        message = f"{message}, not {_shown(error['input'])}"
     return f"{where}: {message}" if where else message
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.200}"
+    except ValueError:  # Python writes no number of thousands of digits
+        return f"such a {type(value).__name__}"
 
 
 def _apply(data: dict[str, Any], item: str) -> None:
@@ -361,6 +413,8 @@ def _apply(data: dict[str, Any], item: str) -> None:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists nested without end
+        raise ConfigError(f"--set {item!r:.80}: {error}") from None
     *path, last = key.strip().split(".")
     node: Any = data
     for depth, part in enumerate(path):

@@ -64,7 +64,8 @@ class RunDirectory:
 
     def saved(self) -> list[Path]:
         """Checkpoints, newest first."""
-        return sorted(self.checkpoints.glob("step-[0-9]*"), reverse=True)
+        steps = {int(p.name[5:]): p for p in self.checkpoints.glob("step-*") if p.name[5:].isdigit()}
+        return [steps[step] for step in sorted(steps, reverse=True)]
 
     def write_json(self, path: Path, data: Any) -> None:
         atomic_write(path, (json.dumps(data, indent=1, sort_keys=True) + "\n").encode())

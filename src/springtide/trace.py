@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import numbers
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,9 @@ Status = Literal[
 ]
 Cause = Literal["setup", "tool", "judge", "infrastructure", "worker_lost"]
 INCOMPLETE: tuple[Status, ...] = ("turn_limit", "context_limit", "time_limit", "invalid_action")
+
+REWARD_LIMIT = 1e6
+"""The largest size of a reward: beyond any use, and no sum, square or mean of such numbers can overflow."""
 
 _STEP_BITS = 32
 
@@ -43,6 +47,27 @@ def sampling_seed(run_seed: int, purpose: str, task_id: str, visit: int, member:
     """A 63-bit seed for one episode's tokens. Distinct for every member of every visit, on every rank."""
     text = json.dumps([run_seed, purpose, task_id, visit, member, retry])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def as_reward(value: Any, what: str) -> float:
+    """`value` as a float. Raises: TypeError or ValueError that begins with `what` ("Shop.score returned", say)."""
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{what} {type(value).__name__}; it must be a number")
+    try:
+        reward = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        reward = math.inf
+    if not abs(reward) <= REWARD_LIMIT:
+        raise ValueError(f"{what} {reward:g}; it must be finite and at most {REWARD_LIMIT:,.0f} in size")
+    return reward
+
+
+def is_finite(value: Any) -> bool:
+    """Whether `value` is a number that a float holds, neither NaN nor infinite."""
+    try:
+        return isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def common_start(a: np.ndarray, b: np.ndarray) -> int:
@@ -273,8 +298,8 @@ class Outcome:
             raise ValueError("outcome: an environment_error has a cause, and nothing else has one")
         if self.cause is not None and (self.reward is not None or self.success is not None):
             raise ValueError("outcome: an environment_error has no reward and no success")
-        if self.reward is not None and not math.isfinite(self.reward):
-            raise ValueError(f"outcome: reward {self.reward} is not finite")
+        if self.reward is not None and not is_finite(self.reward):
+            raise ValueError(f"outcome: reward {self.reward!r:.60} is not a finite number")
 
     @property
     def failed_environment(self) -> bool:

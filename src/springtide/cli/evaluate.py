@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -35,8 +36,8 @@ def command(
     """How often a policy succeeds, with a 95% interval."""
     from springtide.api import evaluate
 
-    if out is not None and not out.parent.is_dir():  # said before the episodes, not after them
-        raise ConfigError(f"--out: there is no directory {out.parent}; make it, or name another file")
+    if out is not None:
+        _check_out(out)
     result = evaluate(
         target,
         suite,
@@ -56,7 +57,7 @@ def command(
         episodes = [asdict(e) for e in result.episodes]
         atomic_write(out, (json.dumps(plain({**said, "episodes": episodes})) + "\n").encode())
     if not any(r.episodes for r in result.suites.values()):
-        raise BrokenRun(f"every episode failed in its environment; try: springtide doctor env {suite}")
+        raise BrokenRun(_all_failed(suite, next((r.first_error for r in result.suites.values()), "")))
     if json_:
         print(text)
         return
@@ -66,3 +67,23 @@ def command(
             print("  " + "  ".join(f"pass@{k} {v:.1%}" for k, v in r.pass_at.items()))
         print("  " + "  ".join(f"{status} {share:.1%}" for status, share in r.status.items()))
         print(f"  {r.turns:.1f} turns, {r.tokens:.0f} tokens an episode; {r.env_errors} environment errors")
+
+
+def _check_out(out: Path) -> None:
+    """What would be said after the episodes is said before them. Raises: ConfigError."""
+    try:
+        parent, taken = out.parent.is_dir(), out.is_dir()
+    except OSError as error:  # too long a name
+        raise ConfigError(f"--out: {out}: {error.strerror}") from None
+    if not parent:
+        raise ConfigError(f"--out: there is no directory {out.parent}; make it, or name another file")
+    if taken:
+        raise ConfigError(f"--out: {out} is a directory; name a file in it, as {out / 'figures.json'}")
+    if not os.access(out.parent, os.W_OK):
+        raise ConfigError(f"--out: {out.parent} cannot be written; name a file elsewhere")
+
+
+def _all_failed(suite: str, error: str) -> str:
+    """The suite is suspected of what its own code did, not of an endpoint or an engine that failed it."""
+    theirs = error.startswith(("setup:", "tool:", "judge:"))
+    return f"every episode failed ({error})" + (f"; try: springtide doctor env {suite}" if theirs else "")

@@ -41,25 +41,31 @@ def main() -> None:
         if isinstance(error, broken):
             print(f"springtide: {error}", file=sys.stderr)
             sys.exit(1)
-        if _no_room(error):
-            print(
-                f"springtide: cannot write the run's files: {error}; make room and continue with --resume",
-                file=sys.stderr,
-            )
+        if (said := _of_files(error)) is not None:
+            print(f"springtide: {said}", file=sys.stderr)
             sys.exit(1)
         raise
 
 
-def _no_room(error: Exception) -> bool:
-    """Whether the driver's own files (ledger, events, metrics) found a full disk or a quota."""
+def _of_files(error: Exception) -> str | None:
+    """What the driver's own files (ledger, events, metrics) met, in one line; None for another kind of fault."""
+    full = f"cannot write the run's files: {error}; make room and continue with --resume"
     if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return isinstance(error, sqlite3.OperationalError)
+        return full if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else None
+    if not isinstance(error, sqlite3.OperationalError):
+        return None
+    name = getattr(error, "sqlite_errorname", "")  # absent where Python itself raised it
+    if name.startswith(("SQLITE_FULL", "SQLITE_IOERR")):  # a quota and a limit on files read as failed writes
+        return full
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        return f"the run's ledger: {error}; end the program that holds ledger.sqlite, and continue with --resume"
+    return f"the run's ledger: {error}; mend that and continue with --resume"
 
 
 def _kinds() -> tuple[tuple[type[Exception], ...], tuple[type[Exception], ...]]:
     """The exceptions that are the user's to mend, and those that end a run; imported only when one is there."""
     from springtide.chat.template import ChatError
+    from springtide.engine.openai import EndpointError
     from springtide.env.session import EnvironmentUnavailable
     from springtide.env.suite import SuiteError
     from springtide.ledger import LedgerError
@@ -69,9 +75,10 @@ def _kinds() -> tuple[tuple[type[Exception], ...], tuple[type[Exception], ...]]:
     from springtide.trainer.checkpoint import CheckpointError
     from springtide.wire import ConnectionLost, DeadlineExceeded, RemoteError
 
+    wire = (ConnectionLost, DeadlineExceeded, RemoteError)
     return (
         (ConfigError, SuiteError, ChatError, ModelNotFound, LedgerError, CheckpointError),
-        (BrokenRun, ProcessFailed, EnvironmentUnavailable, ConnectionLost, DeadlineExceeded, RemoteError),
+        (BrokenRun, EndpointError, ProcessFailed, EnvironmentUnavailable, *wire),
     )
 
 

@@ -18,7 +18,7 @@ def command(
     set_: Set = None,
     json_: Json = False,
 ) -> None:
-    """Train springtide-nano on db, kg and household together; about seven minutes on two cores."""
+    """Train springtide-nano on db, kg and household together; about ten minutes on two cores."""
     preset = Path(str(files("springtide.cli") / "quickstart.toml"))
     name = time.strftime("quickstart-%Y%m%d-%H%M%S")
     config = load_config(preset, (f"run.name={name}", f"run.seed={seed}", *(set_ or ())))

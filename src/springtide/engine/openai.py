@@ -2,8 +2,8 @@
 
 Owns: the HTTP requests, their retries and their deadline. Invariants: a request is tried again only for what may pass
 (connection, 408, 429, 5xx), with growing pauses and at most `tries` times; what the server refuses for good is an
-`EndpointError` with its own words.
-Called by: `rollout.endpoint`.
+`EndpointError` with its own words; an address that can be none is refused before anything is sent.
+Called by: `springtide.api.evaluate`, `rollout.endpoint`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from springtide.trace import Message
 
 _PASSING = {408, 409, 425, 429, 500, 502, 503, 504}
+_PROBE_S = 15.0
 
 
 class EndpointError(Exception):
@@ -36,6 +38,21 @@ class Reply:
     completion_tokens: int
 
 
+def check_url(url: str) -> None:
+    """Raises: ValueError, with one line, for what cannot be an endpoint's address."""
+    wrong = ""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            wrong = "it names no host"
+        elif parts.port == 0 or any(c.isspace() or not c.isprintable() for c in url):
+            wrong = "no address holds port 0, blanks or control characters"
+    except ValueError as error:  # a bracket that is not closed, a port beyond 65535
+        wrong = str(error)
+    if wrong:
+        raise ValueError(f"{url!r:.200} is not an endpoint's URL: {wrong}; write it as http://HOST:PORT/v1")
+
+
 class ChatEndpoint:
     """`async with ChatEndpoint(url, model)`. `url` ends in /v1 or in /chat/completions; the key is $OPENAI_API_KEY."""
 
@@ -48,6 +65,7 @@ class ChatEndpoint:
         tries: int = 5,
         timeout_s: float = 300.0,
     ) -> None:
+        check_url(url)
         self._url = url if url.endswith("/chat/completions") else url.rstrip("/") + "/chat/completions"
         self._model, self._tries = model, tries
         self._connections, self._timeout_s = connections, timeout_s
@@ -65,6 +83,18 @@ class ChatEndpoint:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None):
         assert self._session is not None
         await self._session.close()
+
+    async def probe(self) -> None:
+        """See once that somebody answers; whatever it answers will do. Raises: EndpointError."""
+        assert self._session is not None
+        url = self._url.removesuffix("/chat/completions") + "/models"
+        try:
+            async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=_PROBE_S)):
+                pass
+        except TimeoutError:
+            raise EndpointError(f"{self._url}: no answer within {_PROBE_S:g} s; is the server up?") from None
+        except (aiohttp.ClientError, ValueError) as error:
+            raise EndpointError(f"{self._url}: {_said(error)}; is the server up, and the URL right?") from None
 
     async def complete(
         self,
@@ -98,8 +128,12 @@ class ChatEndpoint:
                     if response.status not in _PASSING:
                         break
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: the body is no JSON
-                said = f"{type(error).__name__}: {error}"
+                said = _said(error)
         raise EndpointError(f"{self._url} ({self._model}): {said}")
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _reply(data: dict[str, Any]) -> Reply:

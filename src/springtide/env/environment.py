@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 from springtide.env.tools import Tool, collect_tools
-from springtide.trace import Check, Limits, Message, Outcome, Task
+from springtide.trace import Check, Limits, Message, Outcome, Task, as_reward
 
 _DEV = ("dev",)
 
@@ -152,10 +152,9 @@ class Environment:
     # --- what an author calls ----------------------------------------------------------------------------------------
 
     def reward(self, amount: float, why: str = "") -> None:
-        """Add a step reward to the current turn. Raises: ValueError if it is not finite."""
-        if not math.isfinite(amount):
-            raise ValueError(f"{type(self).__name__}: the step reward {why!r} is {amount}; it must be finite")
-        self._rewards.append(Check(why or "step", float(amount)))
+        """Add a step reward to the current turn. Raises: TypeError, ValueError for what no reward can be."""
+        value = as_reward(amount, f"{type(self).__name__}: the step reward {why!r} is")
+        self._rewards.append(Check(why or "step", value))
 
     def end(self, reason: str = "", infeasible: bool = False) -> None:
         """End the episode after the running call. `infeasible`: the policy declared that the task cannot be done."""

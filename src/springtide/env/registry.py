@@ -26,6 +26,8 @@ def available_suites() -> tuple[str, ...]:
 
 def load_suite(name: str) -> Suite:
     """The suite `name`: an entry point of the group `springtide.suites`, else `FILE.py:Class`. Raises: SuiteError."""
+    if "\0" in name:
+        raise SuiteError(f"suite {name!r}: its name holds a NUL character, which no path can")
     path, separator, attribute = name.rpartition(":")
     if separator and path.endswith(".py"):
         return _as_suite(_load_file(Path(path).resolve(), name), attribute, name)

@@ -1,9 +1,10 @@
 """`EpisodeRunner`: plays one environment, in this process, by the rules every environment shares.
 
 Owns: turn rules, deadlines, judging and closing of one episode. Invariants: every call of a turn is answered, in order,
-and a call that does not fit its schema never reaches the environment; only a deadline inside start, act, settle or
-score can expire; what an environment raises becomes an environment error with a cause, never a reward; `act` and
-`finish` have their effect once, however often they are asked; the environment's `close` runs exactly once.
+and a call that does not fit its schema never reaches the environment; a text that no context holds is never tokenised:
+it fails the start, or ends the episode as context_limit; only a deadline inside start, act, settle or score can expire;
+what an environment raises becomes an environment error with a cause, never a reward; `act` and `finish` have their
+effect once, however often they are asked; the environment's `close` runs exactly once.
 Called by: environment workers (`env.local`), `InProcessClient` (tests, scripts), the checker.
 """
 
@@ -16,14 +17,16 @@ import math
 import numbers
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from springtide.env.environment import Environment
 from springtide.env.guard import HungCall, authored, guarded
+from springtide.env.outcome import checked
 from springtide.env.session import EnvironmentUnavailable, FinishReason, Observation
 from springtide.env.tools import BadArguments, ToolError
-from springtide.trace import Cause, Check, Limits, Message, Outcome, Status, ToolCall
+from springtide.trace import Cause, Check, Limits, Message, Outcome, Status, ToolCall, as_reward
 from springtide.wire import pack
 
 log = logging.getLogger(__name__)
@@ -31,6 +34,10 @@ T = TypeVar("T")
 Note = Callable[[str, float | None], None]
 """Told what of the author's code is about to run, and for how many seconds at most (None: it has returned)."""
 
+# Characters of an opening and of what one turn is answered. More fits no context, and to see that by its tokens alone
+# would stop a rollout worker, with every episode in it, for a minute.
+_OPENING, _ANSWERS = 4_000_000, 1_000_000
+_KEPT = 2000  # characters of an answer beyond that which the record of the episode keeps
 _REJECTED_IN_A_ROW = 3  # DESIGN: the third rejected turn in a row ends the episode as invalid_action
 _FINISH: dict[FinishReason, Status] = {
     "done": "completed",
@@ -149,6 +156,11 @@ class EpisodeRunner:
             self.messages = _as_messages(opening, f"{type(self.environment).__name__}.start")
             if not self.messages:
                 raise TypeError(f"{type(self.environment).__name__}.start returned no message")
+            if (size := _size(self.messages)) > _OPENING:
+                raise ValueError(
+                    f"{type(self.environment).__name__}.start returned {size:,} characters; no context holds more than "
+                    f"{_OPENING:,}"
+                )
             with authored(f"{type(self.environment).__name__}.offered"):
                 offered = list(self.environment.offered())
             for name in offered:
@@ -171,10 +183,14 @@ class EpisodeRunner:
             if self._status is None:
                 if self.environment._ended:
                     self._status = "completed"
+                elif _size(messages) > _ANSWERS:
+                    self._status = "context_limit"
                 elif self._rejected_turns >= _REJECTED_IN_A_ROW:
                     self._status = "invalid_action"
                 elif self._turns >= self.max_turns:
                     self._status = "turn_limit"
+            if _size(messages) > _ANSWERS:  # the episode has ended: no policy reads them
+                messages = [_cut(message) for message in messages]
             reward = math.fsum(check.value for check in self.environment._rewards[earned:])
             return Observation(tuple(messages), reward, self.ended, {"env_s": time.monotonic() - started})
 
@@ -268,21 +284,14 @@ class EpisodeRunner:
         score = await self._call("score", environment.score, self.limits.score_s)
         name = type(environment).__name__
         if isinstance(score, Outcome):
+            score = checked(score, f"{name}.score")
             if score.failed_environment:
                 self._status, self._error = "environment_error", score
                 return score
-            if score.reward is None:
-                raise ValueError(f"{name}.score returned an outcome without a reward")
-            pack(score)  # what cannot be sent is the judge's fault, not the transport's
-            success = score.success if score.success is not None else score.reward >= 1.0
-            return Outcome(
-                status, float(score.reward), success, score.checks, detail=score.detail, artifacts=score.artifacts
-            )
+            return replace(score, status=status)
         if not isinstance(score, numbers.Real):
             raise TypeError(f"{name}.score returned {type(score).__name__}; return a float or an Outcome")
-        reward = float(score)
-        if not math.isfinite(reward):
-            raise ValueError(f"{name}.score returned {reward}; it must be finite")
+        reward = as_reward(score, f"{name}.score returned")
         return Outcome(status, reward, reward >= 1.0, tuple(environment._rewards))
 
     async def _call(
@@ -314,6 +323,19 @@ def _answer(call: ToolCall, content: str | tuple[dict[str, Any], ...]) -> Messag
     return Message("tool", content, tool_call_id=call.id, name=call.name)
 
 
+def _size(messages: Sequence[Message]) -> int:
+    return sum(len(message.text) for message in messages)
+
+
+def _cut(message: Message) -> Message:
+    """A message no context holds, as the record of the episode keeps it."""
+    text = message.text
+    if len(text) <= _KEPT:
+        return message
+    told = f"... (cut here: {len(text):,} characters, more than a context holds)"
+    return replace(message, content=text[:_KEPT] + told)
+
+
 def _as_content(value: Any, what: str) -> str | tuple[dict[str, Any], ...]:
     """A tool's result as message content. Raises: TypeError or ValueError that names the tool."""
     if isinstance(value, dict):
@@ -323,6 +345,8 @@ def _as_content(value: Any, what: str) -> str | tuple[dict[str, Any], ...]:
         return value
     if isinstance(value, list | tuple) and value and all(isinstance(part, dict) and "type" in part for part in value):
         pack(value)
+        if not all(isinstance(part.get("text", ""), str) for part in value):
+            raise TypeError(f"{what} returned a content part whose text is not a str")
         return tuple(value)
     raise TypeError(f"{what} returned {type(value).__name__}; return a str, a dict, or a list of content parts")
 
@@ -337,7 +361,7 @@ def _as_messages(value: Any, what: str) -> tuple[Message, ...]:
     return tuple(value)
 
 
-_NOT_THE_AUTHORS = ("springtide/env/", "/asyncio/")
+_NOT_THE_AUTHORS = ("springtide/env/", "springtide/trace.py", "/asyncio/")
 
 
 def describe(error: BaseException) -> str:

@@ -357,7 +357,10 @@ def _of(record: Mapping[str, Any] | None, key: str) -> float | None:
 
 
 def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else 0.0
+    try:
+        return statistics.fmean(values) if values else 0.0
+    except (OverflowError, ValueError):  # a sum beyond what a float holds, inf - inf: a figure must not end a run
+        return sum(value / len(values) for value in values)
 
 
 def _quantile(values: Sequence[float], q: float) -> float:

@@ -91,6 +91,9 @@ def _head(run: RunView) -> Html:
         *([f"commit {run.summary['commit']}"] if run.summary and run.summary["commit"] else []),
     ]
     notes = Counter((r["text"]) for r in run.records if r["kind"] == "note")
+    if run.skipped:
+        lines = "1 line" if run.skipped == 1 else f"{run.skipped:,} lines"
+        notes[f"{lines} of metrics.jsonl could not be read and are left out: torn, or not written by the run."] += 1
     return join(
         [
             tag("h1", run.path.name),

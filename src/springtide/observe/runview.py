@@ -18,7 +18,7 @@ from typing import Any
 from springtide.config import ConfigError
 from springtide.ledger import Ledger, LedgerError, VisitRow
 from springtide.observe.plots import suite_colors
-from springtide.observe.sinks import read_records
+from springtide.observe.sinks import read_lines
 from springtide.rundir import RunDirectory
 from springtide.trace import Group
 from springtide.wire import WireError
@@ -31,6 +31,7 @@ class RunView:
     path: Path
     config_text: str
     records: list[dict[str, Any]]
+    skipped: int  # lines of metrics.jsonl that are no record
 
     @classmethod
     def open(cls, path: Path) -> RunView:
@@ -38,7 +39,7 @@ class RunView:
         directory = RunDirectory(path)
         if not directory.config.is_file():
             raise ConfigError(f"{path} holds no run (no config.toml); give a run directory, as runs/NAME")
-        return cls(path, directory.config.read_text(), read_records(directory.metrics))
+        return cls(path, directory.config.read_text(errors="replace"), *read_lines(directory.metrics))
 
     @cached_property
     def config(self) -> dict[str, Any]:

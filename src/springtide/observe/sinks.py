@@ -95,18 +95,36 @@ def open_sinks(config: Config, directory: Path) -> list[Sink]:
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The surviving lineage of `metrics.jsonl`: a step that was trained again after a resume counts once, as last."""
-    if not path.exists():
-        return []
+    return read_lines(path)[0]
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The surviving lineage, and how many lines are no record; a last line without its end is one being written."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return [], 0
     kept: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the torn last line of a killed run
+    skipped = 0
+    for number, line in enumerate(lines, 1):
+        record = _record(line)
+        if record is None:
+            skipped += bool(line.strip()) and number < len(lines)
+            continue
         if record["kind"] == "resume":
             kept = [r for r in kept if r["step"] <= record["step"] and r.get("label") != "end"]
         kept.append(record)
-    return kept
+    return kept, skipped
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """What `JsonLines` wrote, or None: a line torn by a full disk or a kill, or another's."""
+    try:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    right = isinstance(record, dict) and isinstance(record.get("kind"), str) and type(record.get("step")) is int
+    return record if right else None
 
 
 def plain(value: Any) -> Any:

@@ -70,7 +70,10 @@ class _Handler(BaseHTTPRequestHandler):
     server: Viewer
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
+        try:
+            url = urlsplit(self.path)
+        except ValueError as error:
+            return self._send(HTTPStatus.BAD_REQUEST, _message(f"That is no address: {error}."))
         try:
             if url.path == "/":
                 body = render(RunView.open(self.server.run), live_s=self.server.live_s, served=True)
@@ -156,5 +159,12 @@ def _message(text: str) -> str:
 
 
 def _announce(path: Path, port: int) -> None:
-    ports = json.loads(path.read_text()) if path.exists() else {}
-    atomic_write(path, (json.dumps({**ports, "view": port}) + "\n").encode())
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):  # none yet, or torn: it holds nothing but the ports of servers that run now
+        found = None
+    ports = found if isinstance(found, dict) else {}
+    try:
+        atomic_write(path, (json.dumps({**ports, "view": port}) + "\n").encode())
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}; name a port, as --port 5023") from None

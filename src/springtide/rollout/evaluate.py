@@ -38,6 +38,7 @@ class SuiteResult:
     tokens: float
     turns: float
     generated: int  # tokens of all attempts, those whose environment failed included
+    first_error: str = ""  # of the episodes whose environment failed: "cause: what it said"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,12 @@ def _suite_result(suite: str, visits: list[list[EpisodeSummary]], samples: int, 
         tokens=sum(s.tokens for s in played) / count,
         turns=sum(s.turns for s in played) / count,
         generated=generated,
+        first_error=next((_error(s) for visit in visits for s in visit if s.cause is not None), ""),
     )
+
+
+def _error(summary: EpisodeSummary) -> str:
+    return f"{summary.cause}: {' '.join(summary.detail.split())[:300]}"
 
 
 def pass_at_k(successes: Sequence[bool], k: int) -> float | None:
