@@ -156,6 +156,8 @@ def _springtide(root: Path, words: list[str]) -> str | None:
         given = command.make_context(name, values, parent=context).params
     except _USAGE_ERROR as error:
         return error.format_message()  # type: ignore[attr-defined]
+    except typer.Exit:
+        return None  # `springtide --version`
     return _configuration(root, name or "", given)
 
 
@@ -173,7 +175,7 @@ def _configuration(root: Path, name: str, given: dict[str, Any]) -> str | None:
     preset = root / "src/springtide/cli/quickstart.toml"
     path = preset if name == "quickstart" else root / given["config"]
     sets = tuple(s for s in given["set_"] or () if "=" in s)
-    placeholder = name == "train" and bool(re.fullmatch(r"[A-Z]+|my\.toml|runs/NAME/.*", str(given["config"])))
+    placeholder = name == "train" and bool(re.fullmatch(r"[A-Z]+|my\.toml|runs/NAME(/.*)?", str(given["config"])))
     try:
         load_config(preset if placeholder else path, sets)
     except ConfigError as error:

