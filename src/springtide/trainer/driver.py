@@ -13,7 +13,7 @@ import contextlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from springtide.config import Config
 from springtide.ledger import Ledger
 from springtide.models.presets import resolve_model
 from springtide.observe.metrics import Metrics, Summary, commit, summarise
+from springtide.observe.plots import label_of
 from springtide.observe.sinks import read_records
 from springtide.process import CONTROL_S, task_group
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
@@ -45,6 +46,7 @@ _LOOK_S = 1.0  # at the clock, while no event comes
 _TELL_S = 0.5  # how often the display hears what the loop waits for
 _REFUSED_STEPS = 5  # in a row, then the run ends
 _KEPT = 4  # evaluation episodes a suite that are kept for people to read
+_KEPT_ENDS = 16  # the same of the sampled ones at start and end, among which the report finds one that changed
 
 
 _WAITS = {  # a cause of the clock, in words
@@ -141,6 +143,8 @@ class Driver:
         self._tasks: asyncio.TaskGroup | None = None
         self._saved_step = self.step if checkpoint else -1
         self._refused = 0
+        self._stepping = False  # an optimiser step is under way
+        self._after_step: Callable[[], object] | None = None  # to be called when it is recorded
 
     # --- the sentence -----------------------------------------------------------------------------------------------
 
@@ -170,13 +174,17 @@ class Driver:
             if summary.cause is not None or not summary.success:
                 raise BrokenRun(f"the gold solution of {task.id} does not succeed ({summary.status}: {summary.detail})")
             paths.append(str(path))
+            self.metrics.doing("cold start: gold episodes", len(paths), len(tasks))
 
         with self._clock.measure("cold_start"):
             await _bounded(64, [gold(visit, task) for visit, task in enumerate(tasks)])
             options = {"steps": cold.steps, "batch": cold.batch, "lr": cold.lr}
-            told = await self._runtime.trainer.call(
-                "cold_start", deadline_s=_STEP_S, paths=tuple(sorted(paths)), **options
-            )
+            async with task_group() as watching:
+                watcher = watching.create_task(self._tell_cold_start(cold.steps))
+                told = await self._runtime.trainer.call(
+                    "cold_start", deadline_s=_STEP_S, paths=tuple(sorted(paths)), **options
+                )
+                watcher.cancel()
         if refused := told["refused_steps"]:
             text = f"{refused} of {cold.steps} steps of the cold start were refused, their loss or gradient not finite"
             if refused == cold.steps:
@@ -233,6 +241,7 @@ class Driver:
 
     async def learn(self, visits: tuple[int, ...]) -> None:
         """One optimiser step on exactly `visits`."""
+        self._stepping = True
         summaries = [self._feeder.summaries.pop(visit) for visit in visits]
         groups = [
             GroupRewards(s["task"], visit, s["suite"], tuple(Member(*m) for m in s["members"]))
@@ -266,6 +275,9 @@ class Driver:
         else:
             self._refuse(visits, learned)
         await self._log_step(summaries, learned)
+        self._stepping = False
+        if self._after_step is not None:
+            self._after_step()
         if self._refused >= _REFUSED_STEPS:
             raise BrokenRun(
                 f"the last {self._refused} steps were refused: {_refusal(learned)} not finite at step {self.step}; "
@@ -320,6 +332,18 @@ class Driver:
             deadline_s=CONTROL_S,
             paths=tuple(map(str, self.directory.saved()[self.config.trainer.checkpoint_keep :])),
         )
+
+    def stop(self, now: Callable[[], object]) -> None:
+        """Call `now` to end the loop: at once, or when the optimiser step under way is recorded."""
+        if self._stepping:
+            self._after_step = now
+        else:
+            now()
+
+    async def save_stopped(self) -> None:
+        """Save what a loop that was stopped has learned, unless a step is half done, or a cold start not done."""
+        if self._saved_step >= 0 and not self._stepping:
+            await self.checkpoint()
 
     async def checkpoint_if_due(self) -> None:
         if self.step % self.config.trainer.checkpoint_every == 0:
@@ -387,7 +411,9 @@ class Driver:
             with contextlib.suppress(ConnectionLost):
                 visits = tuple(range(sum(map(len, tasks.values()))))
                 await worker.call("expect", deadline_s=CONTROL_S, purpose="eval", visits=visits, members=samples)
-        kept = {task.id for chosen in tasks.values() for task in chosen[:_KEPT]}
+        most = _KEPT_ENDS if label in ("start", "end") else _KEPT
+        kept = {task.id for chosen in tasks.values() for task in chosen[:most]}
+        shown, ended = label_of(label, self.config.trainer.cold_start.steps), 0
 
         def spec(task: TaskRef, visit: int, member: int, retry: int) -> EpisodeSpec:
             return EpisodeSpec.of(
@@ -395,9 +421,15 @@ class Driver:
             )
 
         async def play(spec: EpisodeSpec) -> EpisodeSummary:
+            nonlocal ended
             name = f"eval-{label.replace(' ', '-')}-{spec.task.suite}-{spec.task.index:05d}.msgpack"
             keep = spec.member == 0 and spec.task.id in kept
-            return await play_once(self._runtime.pool, spec, keep=self.directory.trajectories / name if keep else None)
+            path = self.directory.trajectories / name
+            summary = await play_once(self._runtime.pool, spec, keep=path if keep else None)
+            ended += 1
+            if self._clock.since is None:  # the loop stands still for it
+                self.metrics.doing(f"evaluation ({shown}): episodes", min(ended, total), total)
+            return summary
 
         return await evaluate(
             tasks, play, spec, samples=samples, concurrency=total if self._synchronous else min(total, _EVAL_EPISODES)
@@ -446,6 +478,13 @@ class Driver:
                     store=str(self._runtime.weights),
                     role="reference",
                 )
+
+    async def _tell_cold_start(self, steps: int) -> None:
+        """Tell the display how far the trainer's cold start is, until cancelled."""
+        while True:
+            status = await self._runtime.trainer.call("status", deadline_s=CONTROL_S)
+            self.metrics.doing("cold start: supervised steps", status["steps"], steps)
+            await asyncio.sleep(_TELL_S)
 
     async def _join_evaluation(self) -> None:
         if self._pending_eval is not None:
