@@ -61,7 +61,8 @@ async def open_run(config: Config, *, resume: bool = False) -> AsyncIterator[Dri
         for entry in config.suites:
             tasks = await _list_tasks(runtime, entry, entry.split)
             if not tasks:
-                raise ConfigError(f"suites: {entry.use} has no tasks in split {entry.split}, level {entry.level}")
+                level = f"level {entry.level}" if entry.level else "its default level"
+                raise ConfigError(f"suites: {entry.use} has no tasks in split {entry.split}, {level}")
             name = tasks[0].suite
             catalogs[name], weights[name] = tasks, entry.weight
             if not ledger.same_as_before(f"tasks of {name}", _fingerprint(tasks)):
@@ -73,7 +74,7 @@ async def open_run(config: Config, *, resume: bool = False) -> AsyncIterator[Dri
             evaluates = config.eval.at_ends or config.eval.every > 0
             if evaluates and not eval_tasks(evals[name], 1, dev=config.eval.dev):
                 kind = "dev tasks" if config.eval.dev else f"tasks in split {split}"
-                raise ConfigError(f"eval: suite {name} has no {kind} at level {entry.level} to evaluate on")
+                raise ConfigError(f"eval: suite {name} has no {kind} at level {tasks[0].level} to evaluate on")
         driver = Driver(config, directory, runtime, ledger, metrics, catalogs, evals, weights, checkpoint, events)
         if not driver.fresh:
             metrics.resumed(driver.step, driver.elapsed, driver.incarnation)
