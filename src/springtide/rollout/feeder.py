@@ -365,7 +365,8 @@ class Feeder:
             self._note(text)
         if self._without_signal >= _NO_SIGNAL_STEPS * self._config.trainer.groups:
             raise BrokenRun(
-                f"{text}: nothing to learn from; use easier or harder tasks (suites.level), a better start, higher "
+                f"{text}: nothing to learn from; use easier or harder tasks (suites.level), a better start "
+                "(trainer.cold_start.steps, where the environment has gold), higher "
                 'limits if replies are cut (rollout.max_new_tokens), or algorithm.equal_rewards = "keep"'
             )
 
