@@ -53,7 +53,7 @@ from springtide.rollout.evaluate import EvalResult, eval_tasks, evaluate
 from springtide.rollout.pool import play_once
 from springtide.runtime.local import Runtime, open_runtime
 from springtide.trace import TaskRef, make_version
-from springtide.trainer.start import check_run
+from springtide.trainer.start import check
 
 SEEDS = (0, 1, 2)
 LR_FACTORS = (0.0625, 0.25, 1.0, 4.0)  # of the preset's trainer.lr; its grid must not end where the best is
@@ -88,7 +88,7 @@ async def train_supervised(config: Config, directory: Path, lr: float) -> Json:
     """Supervised steps on gold for `run.minutes`, in the run's own processes. Returns `{start, end, steps, ...}`."""
     assert config.run.minutes is not None
     rng = np.random.default_rng(config.run.seed)
-    async with open_runtime(config, directory, check_run(config), checkpoint=None) as runtime:
+    async with open_runtime(config, directory, await check(config), checkpoint=None) as runtime:
         await _publish(runtime, 0)
         start = await _evaluate(config, runtime, 0)
         gold = await _play_gold(config, runtime, directory)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from typing import Any
 
 from springtide.wire import serve
@@ -17,6 +18,10 @@ async def echo(socket_path: str, args: dict[str, Any]) -> None:
             return os.getpid()
         if method == "spawn":  # a grandchild that would outlive us if nobody cared
             return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+        if method == "block":  # the event loop
+            time.sleep(1.5)
+        if method == "compute":  # without giving up the interpreter's lock
+            sum(range(40_000_000))
         return args
 
     async with serve(socket_path, handle):

@@ -46,6 +46,14 @@ def test_a_stuck_run_names_the_predicate_that_blocks(
         springtide.train(config)
 
 
+def test_a_run_whose_minutes_pass_while_it_waits_is_over(tiny_model: Path, tmp_path: Path) -> None:
+    """`run.minutes` was looked at between steps only, so a run without a step had no end."""
+    config = talk_config(tiny_model, tmp_path, "late", "HangsAlways", run={"minutes": 0.03})
+    summary = springtide.train(config)
+    assert summary.steps == 0
+    assert summary.ledger["drawn"] == summary.ledger["dropped"]["run_ended"] > 0
+
+
 def test_steps_that_are_not_finite_are_refused_counted_and_end_the_run_by_name(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -207,7 +207,7 @@ def test_options_of_a_run_take_effect(tmp_path: Path, capfd: pytest.CaptureFixtu
     ]
     config = run_config(
         mine, tmp_path / "elsewhere", "many", suites=suites,
-        run={"minutes": 0.05, "steps": 100_000}, algorithm={"kl_coef": 0.01, "equal_rewards": "keep"},
+        run={"minutes": 0.1, "steps": 100_000}, algorithm={"kl_coef": 0.01, "equal_rewards": "keep"},
         reference={"path": str(other)}, rollout={"concurrency": 3, "max_turns": 2},
         trainer={"checkpoint_every": 1, "checkpoint_keep": 3},
         eval={"at_ends": True, "dev": True, "tasks": 3, "samples": 2, "greedy": False},

@@ -67,9 +67,32 @@ def test_a_child_that_cannot_be_made_leaves_no_file_open(tmp_path: Path, monkeyp
     asyncio.run(run())
 
 
+def test_a_watched_child_is_killed_when_it_is_stopped_and_not_when_it_is_busy(tmp_path: Path) -> None:
+    """A stopped engine was waited for as long as a turn may take, and nothing was said."""
+    bound_s = 0.5
+
+    async def run() -> None:
+        log = tmp_path / "log"
+        async with start_process("engine-0", f"{HELPERS}:echo", {}, log_path=log, silent_s=bound_s) as child:
+            for busy in ("block", "compute"):
+                begun = time.monotonic()
+                await child.client.call(busy, deadline_s=60)
+                assert time.monotonic() - begun > bound_s, busy
+            os.kill(child.pid, signal.SIGSTOP)
+            stopped = time.monotonic()
+            async with asyncio.timeout(10):
+                await child.exited.wait()
+            assert time.monotonic() - stopped >= 0.8 * bound_s
+            assert child.returncode == -signal.SIGKILL
+            assert str(child.failure()).startswith("engine-0 answered nothing for 0.5 s and was killed; ")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_children_die_with_a_killed_parent(tmp_path: Path, how: signal.Signals) -> None:
-    """rllm#568, vllm#16259: a killed driver must leave no worker behind."""
+def test_children_die_with_a_killed_parent(tmp_path: Path, how: signal.Signals, stopped: bool) -> None:
+    """rllm#568, vllm#16259: a killed driver must leave no worker behind, nor one that cannot see it, nor its own."""
     script = textwrap.dedent(f"""
         import asyncio
         from pathlib import Path
@@ -85,6 +108,10 @@ def test_children_die_with_a_killed_parent(tmp_path: Path, how: signal.Signals) 
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child, grandchild = map(int, parent.stdout.readline().split())
+    if stopped:
+        os.kill(child, signal.SIGSTOP)
+        while Path(f"/proc/{child}/stat").read_text().split(") ")[1][0] != "T":
+            time.sleep(0.01)
     os.kill(parent.pid, how)
     parent.wait(10)
     assert _gone(child)

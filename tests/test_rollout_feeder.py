@@ -13,9 +13,10 @@ from tests.run_support import run_config
 
 from springtide.config import Config
 from springtide.ledger import Ledger
+from springtide.rollout import feeder as feeding
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
 from springtide.rollout.evaluate import evaluate
-from springtide.rollout.feeder import Feeder, Versions
+from springtide.rollout.feeder import BrokenRun, Feeder, Versions
 from springtide.rollout.playtime import PlayTime
 from springtide.schedule.policies import Bounds, make_policy
 from springtide.schedule.readiness import Dropped, Evaluation, Readiness, Ready
@@ -64,7 +65,7 @@ def one_group(tmp_path: Path, pool: Told, events: list[Any], **group: Any) -> tu
     feeder = Feeder(
         config, ledger=Ledger(tmp_path / "ledger.sqlite"), state=Readiness({"s": 1.0}),
         policy=make_policy("fixed_split", Bounds(1, 1, 0)), samplers={"s": UniformSampler("s", [TASK], 0)}, pool=pool,
-        versions=Versions(0), directory=tmp_path, note=lambda text: None, record=lambda event: events.append(event),
+        versions=Versions(0), directory=tmp_path, note=events.append, record=events.append,
     )  # fmt: skip
     return config, feeder
 
@@ -140,6 +141,50 @@ def test_a_member_that_finished_after_the_deadline_is_not_in_the_group(tmp_path:
     assert (sealed[0], sorted(sealed[1]["members"])) == ("seal", [0, 1])
     assert (discarded[0], sorted(discarded[1]["known"])) == ("discard", [0, 1])
     assert any(isinstance(event, Ready) for event in events)
+
+
+def test_groups_that_all_miss_their_deadline_are_said_and_end_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deadline that nobody can keep: groups were drawn and dropped for ever, and no line named it."""
+
+    async def episode(spec: EpisodeSpec) -> EpisodeSummary:
+        await asyncio.sleep(60)
+        return finished(spec)
+
+    monkeypatch.setattr(feeding, "_LATE_S", 0.3)
+    events: list[Any] = []
+    _, feeder = one_group(tmp_path, Told(episode), events, deadline_s=0.02)
+
+    async def run() -> None:
+        async with asyncio.timeout(10):
+            await feeder.run()
+
+    begun = time.monotonic()
+    says = r"the last \d+ groups missed rollout\.group\.deadline_s = 0\.02 with fewer than 2 members: .*; raise it"
+    with pytest.raises(BrokenRun, match=says):
+        asyncio.run(run())
+    assert time.monotonic() - begun > 0.3
+    notes = [event for event in events if isinstance(event, str)]
+    assert notes == ["the last 1 groups missed rollout.group.deadline_s = 0.02 and were dropped"]
+
+
+def test_late_groups_end_no_run_in_which_others_are_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def episode(spec: EpisodeSpec) -> EpisodeSummary:
+        await asyncio.sleep(60 if spec.visit % 4 else 0)
+        return finished(spec, reward=1.0)
+
+    monkeypatch.setattr(feeding, "_LATE_S", 0.0)
+    events: list[Any] = []
+    _, feeder = one_group(tmp_path, Told(episode), events, deadline_s=0.02)
+
+    async def run() -> None:
+        async with asyncio.timeout(0.8):
+            await feeder.run()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(run())
+    assert sum(isinstance(e, Dropped) and e.cause == "deadline" for e in events) > feeding._LATE_WAVES
 
 
 def test_a_fault_in_an_evaluation_is_said_by_itself() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -13,7 +15,12 @@ from tests.run_support import alive, descendants, program, records, run_config, 
 
 import springtide
 from springtide.ledger import Ledger
+from springtide.observe import progress
 from springtide.rollout.feeder import BrokenRun
+from springtide.runtime import local
+from springtide.trainer.driver import Driver
+from springtide.trainer.loop import train
+from springtide.trainer.start import open_run
 
 
 def test_a_driver_killed_at_three_random_moments_resumes_and_every_member_ends_once(
@@ -62,6 +69,33 @@ def test_a_killed_worker_is_replaced_and_the_run_goes_on(tiny_model: Path, tmp_p
     assert audit["drawn"] == audit["trained"] + audit["dropped"].get("run_ended", 0)
 
 
+def test_a_stopped_engine_is_named_while_it_is_silent_and_then_replaced(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It was waited for ten minutes a turn, past `run.minutes`, and the run said nothing meanwhile."""
+    monkeypatch.setattr(local, "SILENT_S", 2.0)
+    monkeypatch.setattr(progress, "_SAY_S", 0.2)
+    config = run_config(tiny_model, tmp_path, run={"steps": 8}, algorithm={"equal_rewards": "keep"})
+
+    async def stop_its_engine(run: Driver) -> None:
+        while run.step == 0:
+            await asyncio.sleep(0.01)
+        process = run._runtime.engines[0].process
+        assert process is not None
+        os.kill(process.pid, signal.SIGSTOP)
+
+    async def main() -> None:
+        async with open_run(config) as run, asyncio.TaskGroup() as tasks:
+            tasks.create_task(stop_its_engine(run))
+            await train(run)
+
+    asyncio.run(main())
+    last = records(config)[-1]
+    assert (last["step"], last["restarts"]) == (8, {"engine-0": 1})
+    shown = capfd.readouterr().err
+    assert re.search(r"waiting for: .*engine-0 has answered nothing for \d s", shown), shown
+
+
 def test_a_killed_trainer_stops_the_run_with_its_cause(tiny_model: Path, tmp_path: Path) -> None:
     """verl#6583: a dead process reported as success while the others wait for ever."""
     config = run_config(tiny_model, tmp_path, run={"steps": 1000})
@@ -100,7 +134,7 @@ def test_an_environment_that_always_fails_stops_the_run_by_name(tiny_model: Path
 def test_groups_without_signal_stop_the_run_by_name(tiny_model: Path, tmp_path: Path) -> None:
     """prime-rl aborts after ten empty batches; a run that draws for ever without a step is worse."""
     config = run_config(tiny_model, tmp_path, suite="Flat", trainer={"groups": 1}, algorithm={"incomplete_reward": 0.5})
-    with pytest.raises(BrokenRun, match="carried no signal"):
+    with pytest.raises(BrokenRun, match=r"carried no signal.*\(trainer\.cold_start\.steps, where"):
         springtide.train(config)
 
 

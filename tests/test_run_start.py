@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tests.run_support import run_config
+from tests.run_support import TESTS, run_config
 from typer.testing import CliRunner
 
 from springtide.cli.main import app
-from springtide.config import ConfigError
+from springtide.config import ConfigError, SuiteEntry
+from springtide.env.suite import SuiteError
 from springtide.models.presets import ModelNotFound, check_weights, resolve_model
 from springtide.trainer.start import check_run
+from springtide.trainer.suites import name_suites
 
 
 @pytest.fixture
@@ -95,3 +99,48 @@ def test_the_shipped_model_and_a_reference_by_name_are_checked(tiny_model: Path,
     check_run(run_config(tiny_model, tmp_path, reference={"path": "springtide-nano"}))
     with pytest.raises(ModelNotFound, match=r"^reference\.path: 'nowhere' is neither"):
         check_run(run_config(tiny_model, tmp_path, reference={"path": "nowhere"}))
+
+
+AUTHORS = f"""
+import os, sys, time
+sys.path.insert(0, {str(TESTS.parent)!r})
+from tests.letters import Letters
+
+class Sleeps(Letters):
+    def tasks(split, level): time.sleep(1000)
+
+class Exits(Letters):
+    def tasks(split, level): os._exit(3)
+
+class Raises(Letters):
+    def tasks(split, level): raise LookupError("no such table")
+
+class Unsized(Letters):
+    def tasks(split, level): yield from ()
+"""
+
+
+@pytest.mark.parametrize(
+    ("suite", "says"),
+    [
+        ("Sleeps", r"tasks\('train', 'quick'\) did not return within 1 s; make a task when it is asked for"),
+        ("Exits", r"tasks\('train', 'quick'\) ended its process with status 3; try `springtide doctor env .*:Exits`"),
+        ("Raises", r"tasks\('train', 'quick'\) raised LookupError: no such table; try `springtide doctor env"),
+        ("Unsized", r"tasks\('train', 'quick'\) raised TypeError: .* has no len\(\); try `springtide doctor env"),
+    ],
+)
+def test_a_suite_whose_tasks_do_not_come_is_one_line_in_time(tmp_path: Path, suite: str, says: str) -> None:
+    """A `tasks` that slept held the driver for ever, without a word."""
+    (tmp_path / "authors.py").write_text(AUTHORS)
+    use = f"{tmp_path / 'authors.py'}:{suite}"
+    begun = time.monotonic()
+    with pytest.raises(SuiteError, match=says) as caught:
+        asyncio.run(name_suites([SuiteEntry(use=use, level="quick")], import_s=60.0, tasks_s=1.0))
+    assert str(caught.value).startswith(f"suite {use}: ") and "\n" not in str(caught.value)
+    assert time.monotonic() - begun < 20
+
+
+def test_a_suite_whose_import_does_not_return_is_one_line_in_time(tmp_path: Path) -> None:
+    (tmp_path / "author.py").write_text("import time\ntime.sleep(1000)\n")
+    with pytest.raises(SuiteError, match=r"author\.py:Any: its import did not return within 1 s; try `springtide doc"):
+        asyncio.run(name_suites([SuiteEntry(use=f"{tmp_path / 'author.py'}:Any")], import_s=1.0))

@@ -1,14 +1,19 @@
-"""The local runtime before its processes: what it needs and says."""
+"""The local runtime before its processes, and the life of one of them: what it needs and says."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from springtide.config import ConfigError, make_config
+from springtide.process import ProcessFailed
 from springtide.runtime.local import open_runtime, weights_directory
+from springtide.runtime.ranks import Rank, keep_alive
+from springtide.wire import ConnectionLost
 
 
 def test_a_weights_directory_that_cannot_be_written_is_one_line_before_any_process_starts(tmp_path: Path) -> None:
@@ -31,3 +36,42 @@ def test_a_weights_directory_that_cannot_be_written_is_one_line_before_any_proce
     with pytest.raises(ConfigError, match=r"weights\.dir: cannot write"):
         asyncio.run(start(tmp_path))
     assert not run.exists(), "no process had a log to write"
+
+
+def _rank(tmp_path: Path, name: str, *, restart: bool) -> Rank:
+    return Rank(
+        name, "tests.helpers_process:echo", {}, log_dir=tmp_path, socket_path=str(tmp_path / "s"), start_s=60.0,
+        restart=restart, silent_s=0.5,
+    )  # fmt: skip
+
+
+def test_a_stopped_rank_is_named_and_replaced_and_its_callers_hear_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        rank = _rank(tmp_path, "engine-0", restart=True)
+        async with keep_alive([rank]):
+            first = await rank.call("pid", deadline_s=5)
+            os.kill(first, signal.SIGSTOP)
+            with pytest.raises(ConnectionLost):
+                await rank.call("pid", deadline_s=30)
+            while rank.restarts == 0:
+                await asyncio.sleep(0.01)
+            await rank.wait_up()
+            assert await rank.call("pid", deadline_s=5) != first
+
+    asyncio.run(run())
+    assert [r.message.split(" (")[0] for r in caplog.records] == [
+        "engine-0 answered nothing for 0.5 s and was killed; it is started again"
+    ]
+
+
+def test_a_stopped_rank_that_may_not_be_restarted_ends_the_run_by_name(tmp_path: Path) -> None:
+    async def run() -> None:
+        rank = _rank(tmp_path, "trainer", restart=False)
+        async with keep_alive([rank]):
+            os.kill(await rank.call("pid", deadline_s=5), signal.SIGSTOP)
+            await rank.call("pid", deadline_s=30)
+
+    with pytest.raises(ProcessFailed, match=r"^trainer answered nothing for 0\.5 s and was killed; "):
+        asyncio.run(run())

@@ -13,10 +13,16 @@ if TYPE_CHECKING:
 
     from springtide.api import evaluate as evaluate
     from springtide.api import train as train
+    from springtide.config import ConfigError as ConfigError
     from springtide.env.environment import Environment as Environment
     from springtide.env.suite import Suite as Suite
+    from springtide.env.suite import SuiteError as SuiteError
     from springtide.env.tools import tool as tool
+    from springtide.observe.metrics import Summary as Summary
+    from springtide.process import ProcessFailed as ProcessFailed
+    from springtide.rollout.feeder import BrokenRun as BrokenRun
     from springtide.trace import Task as Task
+    from springtide.trainer.driver import StuckRun as StuckRun
 
 __version__ = "0.1.0"
 _HOME = {
@@ -26,8 +32,27 @@ _HOME = {
     "Suite": "springtide.env.suite",
     "train": "springtide.api",
     "evaluate": "springtide.api",
+    "Summary": "springtide.observe.metrics",
+    "ConfigError": "springtide.config",
+    "SuiteError": "springtide.env.suite",
+    "ProcessFailed": "springtide.process",
+    "BrokenRun": "springtide.rollout.feeder",
+    "StuckRun": "springtide.trainer.driver",
 }
-__all__ = ["Environment", "Suite", "Task", "evaluate", "tool", "train"]
+__all__ = [
+    "BrokenRun",
+    "ConfigError",
+    "Environment",
+    "ProcessFailed",
+    "StuckRun",
+    "Suite",
+    "SuiteError",
+    "Summary",
+    "Task",
+    "evaluate",
+    "tool",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

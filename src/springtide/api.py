@@ -21,7 +21,7 @@ from springtide.config import MAX_TEMPERATURE, MIN_TEMPERATURE, Config, ConfigEr
 from springtide.engine.openai import ChatEndpoint, check_url
 from springtide.env.local import LocalClient, LocalRunner
 from springtide.env.registry import load_suite
-from springtide.models.presets import check_weights, resolve_model, vocab_size
+from springtide.models.presets import SHIPPED, check_weights, resolve_model, vocab_size
 from springtide.observe.metrics import Summary
 from springtide.observe.report import write_report
 from springtide.rollout.endpoint import play_endpoint
@@ -29,11 +29,12 @@ from springtide.rollout.episode import EpisodeSpec
 from springtide.rollout.evaluate import EvalResult, eval_tasks
 from springtide.rollout.evaluate import evaluate as run_evaluation
 from springtide.rollout.pool import play_once
-from springtide.rundir import RunDirectory
+from springtide.rundir import RunDirectory, apart_from_place, load_run
 from springtide.runtime.local import open_runtime
 from springtide.trace import TaskRef, is_finite
 from springtide.trainer.loop import train as run_loop
 from springtide.trainer.start import open_run
+from springtide.trainer.stop import Stop
 
 _MOST_EPISODES = 1_000_000
 
@@ -41,31 +42,36 @@ _MOST_EPISODES = 1_000_000
 def train(config: Config | dict[str, Any] | str | Path, *, resume: bool = False) -> Summary:
     """Train as `config` says (a tree, a TOML file, or a checked Config) and return the run's summary.
 
-    Raises: ConfigError before anything heavy starts; BrokenRun, ProcessFailed when the run cannot go on; RuntimeError
-    inside an event loop.
+    Raises: ConfigError, SuiteError and their kin before anything heavy starts; BrokenRun (StuckRun where nothing
+    happens any more), ProcessFailed when the run cannot go on; KeyboardInterrupt on Ctrl-C and SIGTERM, with a
+    checkpoint where that takes seconds; RuntimeError inside an event loop.
     """
     _needs_no_loop("train")
-    checked = as_config(config)
+    checked, stop = as_config(config, resume=resume), Stop()
 
     async def run() -> Summary:
-        async with open_run(checked, resume=resume) as driver:
+        async with open_run(checked, resume=resume) as driver, stop.on_signals(driver):
             return await run_loop(driver)
 
     try:
         return asyncio.run(run())
+    except asyncio.CancelledError:
+        if stop.asked:
+            raise KeyboardInterrupt from None
+        raise
     finally:  # a run that was stopped or broke is what one wants to look at most
         if checked.observe.report and (checked.run_dir / "metrics.jsonl").exists():
             _report(checked.run_dir)
 
 
-def as_config(config: Config | dict[str, Any] | str | Path) -> Config:
+def as_config(config: Config | dict[str, Any] | str | Path, *, resume: bool = False) -> Config:
     """Any accepted form, checked. Raises: ConfigError."""
     if isinstance(config, Config):
         return config
     if isinstance(config, dict):
         return make_config(config)
     if isinstance(config, str | os.PathLike):
-        return load_config(Path(config))
+        return load_run(Path(config), resume=resume)
     raise ConfigError(f"a run is given as a Config, a dict or the path of a TOML file, not as {type(config).__name__}")
 
 
@@ -93,7 +99,7 @@ def evaluate(
     suite: str,
     *,
     split: str = "test",
-    level: str = "quick",
+    level: str | None = None,
     tasks: int = 64,
     samples: int = 1,
     temperature: float = 1.0,
@@ -106,12 +112,14 @@ def evaluate(
     """Play the first `tasks` tasks of a suite's split, `samples` times each, and say how often they succeed.
 
     target: a run directory (its newest checkpoint), a Hugging Face directory, the name of a shipped model, or the URL
-    of an OpenAI-compatible endpoint (then `model` names the model there). temperature 0 is greedy. Raises: ConfigError,
-    EndpointError (nobody answers there), ProcessFailed; RuntimeError inside an event loop.
+    of an OpenAI-compatible endpoint (then `model` names the model there). level: by default the one that the run
+    trained the suite at, else the suite's default (`default_level`). temperature 0 is greedy. Raises: ConfigError,
+    SuiteError, EndpointError (nobody answers there), ProcessFailed; RuntimeError inside an event loop.
     """
     _needs_no_loop("evaluate")
     _check_counts(tasks=tasks, samples=samples, concurrency=concurrency)
     _check_temperature(temperature)
+    level = level or default_level(target, suite)
     config, path = _eval_config(target, suite, split, level, max_new_tokens, seed)
     load_suite(suite).select(split, level)
     if path is not None:
@@ -143,6 +151,14 @@ def evaluate(
             return await run_evaluation({chosen[0].suite: chosen}, play, spec, samples=samples, concurrency=concurrency)
 
     return asyncio.run(run())
+
+
+def default_level(target: str | Path, suite: str) -> str:
+    """The level `evaluate` plays where none is named. Raises: ConfigError, SuiteError."""
+    file = RunDirectory(Path(target)).config
+    entries = load_config(file).suites if os.path.isfile(file) else ()
+    trained = (e.level for e in entries if apart_from_place(e.use) == apart_from_place(suite))
+    return next(filter(None, trained), None) or load_suite(suite).default_level
 
 
 def _check_counts(**counts: Any) -> None:
@@ -182,6 +198,8 @@ def _eval_config(
             base, path = {"model": run.model.model_dump(), "rollout": run.rollout.model_dump()}, saved[0]
         else:
             path = resolve_model(text)
+            if text in SHIPPED:
+                base["model"] = {"context": SHIPPED[text]}
     base["suites"] = [{"use": suite, "split": split, "level": level}]
     base["run"] = {"name": "eval", "seed": seed}
     if max_new_tokens is not None:

@@ -8,6 +8,7 @@ Called by: the CLI, `springtide.train`, and every process of a run (each gets th
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -88,7 +89,7 @@ class RuntimeTable(Table):
 class SuiteEntry(Table):
     use: str = Field(description="a registered suite, or FILE.py:Class")
     split: Literal["train", "test", "ood"] = Field("train", description="what is trained on; its dev tenth never is")
-    level: str = Field("quick", description="one of the suite's levels")
+    level: str | None = Field(None, description="one of the suite's levels; default: quick, else the suite's first")
     weight: float = Field(
         1.0, ge=1e-6, le=1e6, description="share of the consumed task mixture, relative to the others"
     )
@@ -363,7 +364,20 @@ def load_config(path: Path, sets: tuple[str, ...] = ()) -> Config:
         raise ConfigError(f"{path} is not TOML: {error}") from None
     for item in sets:
         _apply(data, item)
-    return make_config(data)
+    return _beside(make_config(data), path.parent)
+
+
+def _beside(config: Config, directory: Path) -> Config:
+    """The configuration with the files of its suites found in its own directory, where there are none from here."""
+
+    def found(entry: SuiteEntry) -> SuiteEntry:
+        file, _, name = entry.use.rpartition(":")
+        near = directory.resolve() / file
+        if not file.endswith(".py") or os.path.isfile(file) or not os.path.isfile(near):
+            return entry
+        return entry.model_copy(update={"use": f"{near}:{name}"})
+
+    return config.model_copy(update={"suites": tuple(map(found, config.suites))})
 
 
 def make_config(data: dict[str, Any]) -> Config:

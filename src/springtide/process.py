@@ -1,8 +1,9 @@
 """Supervised child processes: started with a clean interpreter, reached over a Unix socket, dead with their parent.
 
 Owns: a child's whole life (`start_process` is a context). Invariants: a child whose parent died, however it died,
-exits within a second (it holds the read end of a pipe whose only write end is the parent's); what a child prints goes
-to its log file; leaving the context terminates the child, then kills it.
+exits within a second, also a stopped one (a line leads from each to its parent, and ends with it; the kernel wakes
+those that are stopped); a child that is watched answers on that line from a thread of its own, whatever its event loop
+does, or is killed; what a child prints goes to its log file; leaving the context terminates the child, then kills it.
 Called by: the driver for its ranks and workers, the local environment runner, the engines' supervisors.
 """
 
@@ -10,13 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import importlib
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,13 @@ from typing import Any
 from springtide.wire import Client, ConnectionLost, DeadlineExceeded
 
 Main = Callable[[str, dict[str, Any]], Awaitable[None]]
+SILENT_S = 60.0  # a rank that answers no ping for this long is killed, and has crashed
+CONTROL_S = 2 * SILENT_S  # deadline of a short call to a rank: one that is silent is killed before, which says more
 _TERMINATE_S = 5.0  # a child gets this long to leave in good order before it is killed
+_PING_S = 1.0  # from an answer to the next ping
+_LOOKS = 10  # at a silent child, before it is killed: that we ourselves were stopped for an hour is one of them
+_PINGS = 4096  # bytes, one a ping: many may be unanswered
+_COMPUTING = 0.1  # of a look, counted where a thread computes or waits for a disk: it may hold the interpreter's lock
 
 
 class ProcessFailed(Exception):
@@ -59,8 +69,13 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 class Process:
     """A running child: `client` calls it, `exited` is set when it ends, `pid` is its process id."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, client: Client, log_path: Path) -> None:
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, client: Client, log_path: Path, line: socket.socket
+    ) -> None:
         self.name, self._process, self.client, self.log_path = name, process, client, log_path
+        self._line = line
+        self._answered = time.monotonic()
+        self._killed_after: float | None = None  # seconds of silence
         self.exited = asyncio.Event()
 
     @property
@@ -76,9 +91,38 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
+    @property
+    def silence_s(self) -> float:
+        """How long ago it answered last, where it is watched."""
+        return time.monotonic() - self._answered
+
+    async def kill_if_silent(self, bound_s: float) -> None:
+        """Ping it for as long as it lives, and kill it once it has answered nothing for `bound_s`."""
+        loop, look_s, silent_s = asyncio.get_running_loop(), bound_s / _LOOKS, 0.0
+        with contextlib.suppress(ConnectionError):  # it has ended
+            while silent_s < bound_s:
+                try:
+                    async with asyncio.timeout(look_s):
+                        await loop.sock_sendall(self._line, b"?")
+                        if not await loop.sock_recv(self._line, _PINGS):
+                            return
+                except TimeoutError:
+                    silent_s += look_s * (_COMPUTING if _computes(self.pid) else 1.0)
+                    continue
+                self._answered, silent_s = time.monotonic(), 0.0
+                await asyncio.sleep(min(_PING_S, look_s))
+            self._killed_after = bound_s
+            self.kill()
+
+    def ending(self) -> str:
+        """How the child ended, as one line."""
+        if self._killed_after is not None:
+            return f"{self.name} answered nothing for {self._killed_after:g} s and was killed"
+        return f"{self.name} ended with status {self.returncode}"
+
     def failure(self) -> ProcessFailed:
         """The error to raise when the child ended by itself."""
-        return ProcessFailed(f"{self.name} ended with status {self.returncode}; {_tail(self.log_path)}")
+        return ProcessFailed(f"{self.ending()}; {_tail(self.log_path)}")
 
 
 @contextlib.asynccontextmanager
@@ -90,12 +134,14 @@ async def start_process(
     log_path: Path,
     socket_path: str | None = None,
     deadline_s: float = 120.0,
+    silent_s: float | None = None,
 ) -> AsyncIterator[Process]:
     """Run `entry` ("package.module:function") in a child and connect to it.
 
     The function is `async def main(socket_path: str, args: dict)`: it serves `socket_path` with `wire.serve` and
     returns or is cancelled to end. `args` must be JSON. `socket_path` (default: a fresh one) lets a restarted child be
-    found where its predecessor was. Raises: ProcessFailed if it does not listen in `deadline_s`.
+    found where its predecessor was. `silent_s`: once it listens, it is killed when it answers no ping for this long.
+    Raises: ProcessFailed if it does not listen in `deadline_s`.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
@@ -103,26 +149,25 @@ async def start_process(
         log_file = held.enter_context(open(log_path, "ab"))
         socket_path = socket_path or f"{directory}/s"
         Path(socket_path).unlink(missing_ok=True)
-        death_read, death_write = os.pipe()
-        held.callback(os.close, death_write)
-        try:
+        line, childs_end = socket.socketpair()
+        held.enter_context(line).setblocking(False)
+        with childs_end:
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "springtide.process",
-                str(death_read),
+                str(childs_end.fileno()),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log_file,
                 stderr=asyncio.subprocess.STDOUT,
-                pass_fds=(death_read,),
+                pass_fds=(childs_end.fileno(),),
                 start_new_session=True,
                 # One thread a process: threads that spin for each other are far slower on shared cores.
                 env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             )
-        finally:
-            os.close(death_read)
         process: Process | None = None
         watcher: asyncio.Task[None] | None = None
+        pings: asyncio.Task[None] | None = None
         try:
             assert child.stdin is not None
             child.stdin.write(json.dumps({"name": name, "entry": entry, "socket": socket_path, "args": args}).encode())
@@ -130,15 +175,21 @@ async def start_process(
                 await child.stdin.drain()
             child.stdin.close()
             client = await _connect(child, socket_path, name, log_path, deadline_s)
-            process = Process(name, child, client, log_path)
+            process = Process(name, child, client, log_path, line)
 
             async def watch(running: Process) -> None:
                 await child.wait()
                 running.exited.set()
 
             watcher = asyncio.create_task(watch(process))
+            if silent_s is not None:
+                pings = asyncio.create_task(process.kill_if_silent(silent_s))
             yield process
         finally:
+            if pings is not None:
+                pings.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await pings
             await _end(child)
             if process is not None:
                 await process.client.close()
@@ -191,14 +242,27 @@ def _tail(path: Path, lines: int = 12) -> str:
     return f"the end of {path}:\n  " + "\n  ".join(text) if text else f"{path} is empty"
 
 
-def _child() -> None:
-    death_fd = int(sys.argv[1])
+def _computes(pid: int) -> bool:
+    """Whether a thread of the process runs or waits for a disk: none does in one that is stopped or deadlocked."""
+    with contextlib.suppress(OSError):  # it has ended; or there is no /proc, and silence is all we know
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            if (thread / "stat").read_text().rpartition(") ")[2][0] in "RD":
+                return True
+    return False
 
-    def die_with_parent() -> None:
-        os.read(death_fd, 1)  # returns only when the parent's end closes
+
+def _child() -> None:
+    line = socket.socket(fileno=int(sys.argv[1]))
+    line.set_inheritable(False)
+    _wake_when_the_parent_dies()
+
+    def answer_until_the_parent_dies() -> None:
+        with contextlib.suppress(ConnectionError):
+            while pings := line.recv(_PINGS):
+                line.sendall(pings)
         os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=die_with_parent, daemon=True).start()
+    threading.Thread(target=answer_until_the_parent_dies, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
     spec = json.loads(sys.stdin.buffer.read())
     module, _, function = spec["entry"].partition(":")
@@ -214,6 +278,16 @@ def _child() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # threads of a hung tool must not keep the process
+
+
+def _wake_when_the_parent_dies() -> None:
+    """A stopped process cannot see that its parent is gone: let the kernel continue it, and its own thread ends it.
+
+    Not SIGKILL at once: the kernel would kill this process alone, and what it has started would stay.
+    """
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, ctypes.c_ulong(signal.SIGCONT))
 
 
 if __name__ == "__main__":

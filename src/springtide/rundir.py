@@ -1,7 +1,8 @@
 """The run directory: where everything a run leaves behind lies, and the rules for using one again.
 
-Owns: the paths of DESIGN section 10, and what `--resume` may change. Invariants: a run never writes into another run's
-directory by accident; one driver at a time (a lock that dies with its holder).
+Owns: the paths of DESIGN section 10, which run a path means, and what `--resume` may change. Invariants: a run never
+writes into another run's directory by accident; one driver at a time (a lock that dies with its holder); a resume that
+is refused has changed nothing.
 Called by: the driver and every command that reads a run.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -71,6 +73,35 @@ class RunDirectory:
         atomic_write(path, (json.dumps(data, indent=1, sort_keys=True) + "\n").encode())
 
 
+def apart_from_place(use: str) -> str:
+    """What a suite is called wherever its file lies: `safe.py:Safe`, of `examples/safe.py:Safe`."""
+    return use.rpartition("/")[2]
+
+
+def load_run(path: Path, sets: tuple[str, ...] = (), *, resume: bool = False) -> Config:
+    """The configuration at `path`: a TOML file, or to resume also a run's directory. Raises: ConfigError.
+
+    A run that is resumed from its own `config.toml` is the one that lies there, wherever it was when it began, unless
+    `sets` names another.
+    """
+    if os.path.isdir(path):
+        if not resume:
+            raise ConfigError(f"{path} is a directory: name a TOML file, or continue the run in it with --resume")
+        if not os.path.isfile(RunDirectory(path).config):
+            raise ConfigError(f"{path} holds no run to resume (no config.toml); give a run directory, as runs/NAME")
+        path = RunDirectory(path).config
+    config = load_config(path, sets)
+    own = RunDirectory(path.parent)
+    named = {item.partition("=")[0].strip() for item in sets} & {"run.dir", "run.name"}
+    if not resume or named or path.name != own.config.name or not os.path.isfile(own.ledger):
+        return config
+    if config.run_dir.resolve() == own.path.resolve():
+        return config
+    place = own.path.resolve()
+    here = {"run.dir": str(place.parent), "run.name": place.name}
+    return load_config(path, (*sets, *(f"{key}={json.dumps(text, ensure_ascii=False)}" for key, text in here.items())))
+
+
 def prepare(config: Config, *, resume: bool) -> tuple[RunDirectory, IO[str]]:
     """Create or reopen the run's directory and lock it; keep the returned file open. Raises: ConfigError."""
     directory = RunDirectory(config.run_dir)
@@ -92,7 +123,9 @@ def prepare(config: Config, *, resume: bool) -> tuple[RunDirectory, IO[str]]:
         raise ConfigError(f"{directory.path} is in use by another springtide process") from None
     try:
         if exists and resume:
-            _check_changes(load_config(directory.config), config)
+            old = load_config(directory.config)
+            _check_changes(old, config)
+            _check_totals(directory, old, config)
         elif exists:  # a start that failed before its first checkpoint: nothing was learned, begin afresh
             for path in (*directory.path.glob("ledger.sqlite*"), directory.metrics, directory.events):
                 path.unlink(missing_ok=True)
@@ -105,9 +138,47 @@ def prepare(config: Config, *, resume: bool) -> tuple[RunDirectory, IO[str]]:
 
 def _check_changes(old: Config, new: Config) -> None:
     # Where the run lies is where its configuration was found: another spelling (relative, through a link, moved) is no
-    # other run.
-    changed = changed_keys(old, new) - RESUMABLE - {"run.dir", "run.name"}
+    # other run. So it is with a suite's file: that its tasks are the same is for the ledger to say.
+    changed = changed_keys(_without_places(old), _without_places(new)) - RESUMABLE - {"run.dir", "run.name"}
     if changed:
         raise ConfigError(
             f"--resume cannot change {', '.join(sorted(changed))}; it accepts {', '.join(sorted(RESUMABLE))}"
         )
+
+
+def _without_places(config: Config) -> Config:
+    entries = tuple(e.model_copy(update={"use": apart_from_place(e.use)}) for e in config.suites)
+    return config.model_copy(update={"suites": entries})
+
+
+def _check_totals(directory: RunDirectory, old: Config, new: Config) -> None:
+    """Refuse a resume that has nothing left to train: `run.steps` and `run.minutes` count from the run's first start.
+
+    A run that has trained all that its own configuration asks for, but was killed before its end, goes on to its end.
+    """
+    try:
+        saved = json.loads((directory.saved()[0] / "extra.json").read_text())
+        step, minutes = int(saved["step"]), saved["trained_s"] / 60
+    except (IndexError, OSError, ValueError, KeyError, TypeError):
+        return  # none yet, or damaged: its reader says so
+    reached: list[tuple[str, float, str]] = []
+    if step >= new.run.steps:
+        reached.append(("run.steps", new.run.steps, str(2 * step)))
+    if new.run.minutes is not None and minutes >= new.run.minutes:
+        reached.append(("run.minutes", new.run.minutes, f"{2 * minutes:.0f}" if minutes >= 5 else f"{2 * minutes:.2g}"))
+    less = (new.run.steps, new.run.minutes) != (old.run.steps, old.run.minutes)
+    if reached and (less or _ended(directory, step)):
+        at = " and ".join(f"{key} = {value}" for key, value, _ in reached)
+        more = " ".join(f"--set {key}={value}" for key, _, value in reached)
+        raise ConfigError(
+            f"{directory.path} is already at {at}: it has trained {step} steps in {minutes:.1f} minutes, all starts "
+            f"together; continue with {more}"
+        )
+
+
+def _ended(directory: RunDirectory, step: int) -> bool:
+    """Whether the run has its summary, of this step."""
+    try:
+        return bool(json.loads(directory.summary.read_text())["steps"] == step)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

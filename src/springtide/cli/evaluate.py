@@ -23,7 +23,9 @@ def command(
     ],
     suite: Annotated[str, typer.Option(help="a registered suite, or FILE.py:Class")],
     split: Annotated[str, typer.Option(help="train, test or ood")] = "test",
-    level: Annotated[str, typer.Option(help="of the suite")] = "quick",
+    level: Annotated[
+        str | None, typer.Option(help="of the suite; default: the run's, else quick if there is one, else the first")
+    ] = None,
     tasks: Annotated[int, typer.Option(min=1, help="the first N tasks")] = 64,
     samples: Annotated[int, typer.Option(min=1, help="episodes a task; pass@k is given for k up to this")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 1.0,
@@ -34,10 +36,11 @@ def command(
     json_: Json = False,
 ) -> None:
     """How often a policy succeeds, with a 95% interval."""
-    from springtide.api import evaluate
+    from springtide.api import default_level, evaluate
 
     if out is not None:
         _check_out(out)
+    level = level or default_level(target, suite)
     result = evaluate(
         target,
         suite,

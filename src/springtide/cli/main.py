@@ -9,9 +9,11 @@ from __future__ import annotations
 import errno
 import sqlite3
 import sys
+from typing import Annotated
 
 import typer
 
+import springtide
 from springtide.cli import compare, doctor, evaluate, export, quickstart, train, view
 from springtide.config import ConfigError
 
@@ -21,6 +23,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Online reinforcement learning for agents.",
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"springtide {springtide.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="print the version and stop")
+    ] = False,
+) -> None: ...
+
+
 app.command("quickstart")(quickstart.command)
 app.command("train")(train.command)
 app.command("eval")(evaluate.command)

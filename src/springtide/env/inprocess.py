@@ -69,7 +69,7 @@ class InProcessClient:
             raise SuiteError(f"suite {name!r} was not loaded here; there are {', '.join(sorted(self._by_use))}")
         return self._by_use[name]
 
-    async def catalog(self, suite: str, split: str, level: str) -> tuple[TaskRef, ...]:
+    async def catalog(self, suite: str, split: str, level: str | None) -> tuple[TaskRef, ...]:
         with authored(f"{suite}.tasks"):
             return tuple(task.ref for task in self.suite(suite).select(split, level))
 

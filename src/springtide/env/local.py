@@ -247,7 +247,7 @@ class LocalClient:
         for client in self._clients:
             await client.close()
 
-    async def catalog(self, suite: str, split: str, level: str) -> tuple[TaskRef, ...]:
+    async def catalog(self, suite: str, split: str, level: str | None) -> tuple[TaskRef, ...]:
         """See `EnvClient.catalog`. Raises: EnvironmentUnavailable; SuiteError's text for what the suite lacks."""
         client, _ = await self._any(time.monotonic() + _CATALOG_S)
         try:

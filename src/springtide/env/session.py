@@ -71,8 +71,8 @@ class Session(Protocol):
 class EnvClient(Protocol):
     """Opens sessions."""
 
-    async def catalog(self, suite: str, split: str, level: str) -> tuple[TaskRef, ...]:
-        """Every task of a split and level, in index order."""
+    async def catalog(self, suite: str, split: str, level: str | None) -> tuple[TaskRef, ...]:
+        """Every task of a split and level (None: the suite's default), in index order."""
         ...
 
     async def open(self, task: TaskRef, visit: int, member: int, retry: int, deadline_s: float) -> Session:

@@ -44,8 +44,14 @@ class Suite:
         """The suite of an environment class that lists its own tasks."""
         return cls(environment.name, environment.version, environment, environment.levels, environment.tasks)
 
-    def select(self, split: str, level: str) -> Sequence[Task]:
-        """The tasks of a split and level. Raises: SuiteError."""
+    @property
+    def default_level(self) -> str:
+        """The level where none is named: `quick` if the suite has it, else its first."""
+        return "quick" if "quick" in self.levels else next(iter(self.levels), "quick")
+
+    def select(self, split: str, level: str | None) -> Sequence[Task]:
+        """The tasks of a split and level (None: the default one). Raises: SuiteError."""
+        level = self.default_level if level is None else level
         if level not in self.levels:
             raise SuiteError(f"suite {self.name} has no level {level!r}; it has {', '.join(self.levels)}")
         if split not in SPLITS:

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-SHIPPED = ("springtide-nano",)
+SHIPPED = {"springtide-nano": 512}  # name -> tokens an episode may reach in its evaluation, as in the quickstart
 
 
 class ModelNotFound(Exception):

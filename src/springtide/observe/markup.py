@@ -40,6 +40,11 @@ def tag(name: str, /, *children: Any, **attributes: Any) -> Html:
     return Html(f"<{name}{attrs}>{join(children)}</{name}>")
 
 
+def wide_table(*rows: Any, **attributes: Any) -> Html:
+    """A table that scrolls by itself where the screen is narrower than it."""
+    return tag("div", tag("table", rows, **attributes), class_="scroll")
+
+
 def page(title: str, body: Any, links: Sequence[tuple[str, str]], *, live_s: float = 0.0) -> str:
     """A whole HTML document around `body`, with its style and its one script inside; `links` are (address, text).
 

@@ -50,6 +50,8 @@ class Display(Protocol):
 
     def waiting(self, reason: str, admission: str) -> None: ...
 
+    def doing(self, what: str, done: int = 0, total: int = 0) -> None: ...
+
     def note(self, text: str) -> None: ...
 
 
@@ -112,6 +114,10 @@ class Metrics:
     def waiting(self, reason: str, admission: str) -> None:
         self._display.waiting(reason, admission)
 
+    def doing(self, what: str, done: int = 0, total: int = 0) -> None:
+        """What goes on outside the loop, and how far it has come; shown, not recorded."""
+        self._display.doing(what, done, total)
+
     def note(self, step: int, text: str) -> None:
         """A state a person should see: written, shown, and not an error."""
         self._write({"kind": "note", "step": step, "text": text})
@@ -124,6 +130,7 @@ class Metrics:
             generated_tokens=self._last_engine.generated_tokens,
             aborted_tokens=self._last_engine.aborted_tokens,
         )
+        self.doing("training")
 
     def resumed(self, step: int, elapsed: float, incarnation: int) -> None:
         self._last_t = elapsed

@@ -50,6 +50,11 @@ def success_of(steps: Sequence[dict[str, Any]], suite: str, table: str = "succes
     return [p[0] for p in points], [p[1] for p in points]
 
 
+def label_of(label: str, cold_start_steps: int) -> str:
+    """An evaluation's label as people read it: what a run starts from after a cold start is not what it was given."""
+    return f"after cold start{label[5:]}" if label.startswith("start") and cold_start_steps else label
+
+
 def number(value: Any) -> float | None:
     """A finite figure, or None."""
     return None if value is None or not math.isfinite(value) else float(value)

@@ -17,21 +17,22 @@ from typing import Any
 from springtide.ledger import VisitRow
 from springtide.observe import charts, transcripts
 from springtide.observe.charts import Line, Mark
-from springtide.observe.markup import Html, join, page, tag
-from springtide.observe.plots import number, smooth, success_of, window, write_curve
+from springtide.observe.markup import Html, join, page, tag, wide_table
+from springtide.observe.plots import label_of, number, smooth, success_of, window, write_curve
 from springtide.observe.runview import RunView
 from springtide.rollout.evaluate import wilson
 from springtide.rundir import RunDirectory
-from springtide.trace import atomic_write
+from springtide.trace import Group, atomic_write
 
+_SHOWN = 4  # pairs of episodes a suite, before and after
 _START = "#98a3b1"  # the colour of what was before training
-_CAUSES = {  # seconds of the driver by cause, in the order in which they come within a step
-    "publish": ("publish weights", "#8a97ea"),
+_CAUSES = {  # seconds of the driver by cause, called as on the board, in the order in which they come within a step
+    "publish": ("publish", "#8a97ea"),
     "checkpoint": ("checkpoint", "#b79ae0"),
-    "evaluate": ("wait for evaluation", "#4aa3a0"),
-    "other": ("driver", "#9aa5b1"),
-    "wait_groups": ("wait for groups", "#eeb73e"),
-    "wait_stale_group": ("wait for a late group", "#dd7430"),
+    "evaluate": ("evaluate", "#4aa3a0"),
+    "other": ("other", "#9aa5b1"),
+    "wait_groups": ("wait: groups", "#eeb73e"),
+    "wait_stale_group": ("wait: stale_group", "#dd7430"),
     "train": ("train", "#4459c9"),
 }
 _BUSY, _IDLE = "#1f9d86", "#c5cdd6"
@@ -76,16 +77,16 @@ def render(run: RunView, *, live_s: float = 0.0, served: bool = False) -> str:
 
 def _head(run: RunView) -> Html:
     last = run.steps[-1] if run.steps else None
-    wanted = run.config["run"]["steps"]
-    done = last["step"] if last else 0
+    steps, minutes = run.config["run"]["steps"], run.config["run"].get("minutes")
+    done, trained = (last["step"], f"{last['t'] / 60:.1f}") if last else (0, "0.0")
     if run.summary is not None:
         state = tag("span", "finished", class_="badge good")
     else:
         age = time.time() - max((p.stat().st_mtime for p in run.path.glob("*.jsonl")), default=time.time())
         state = tag("span", f"not finished; last sign of life {_ago(age)} ago", class_="badge error")
     parts = [
-        f"step {done} of {wanted}",
-        f"{last['t'] / 60:.1f} min" if last else "no step yet",
+        f"step {done}" if minutes else f"step {done} of {steps}",
+        f"{trained} of {minutes:.1f} min" if minutes else f"{trained} min",
         str(run.config["model"]["path"]),
         f"seed {run.config['run']['seed']}",
         *([f"commit {run.summary['commit']}"] if run.summary and run.summary["commit"] else []),
@@ -111,11 +112,15 @@ def _result(run: RunView) -> list[Any]:
     )
     if start is None and end is None:
         return [tag("p", "No evaluation in this run: the curves below show success in training.", class_="lead"), tiles]
-    when = end["label"] if end else "now"
-    return [_hero(start, end, when), _suite_table(run, start, end, when), tiles]
+    names = (_label(run, "start"), end["label"] if end else "now")
+    return [_hero(start, end, names), _suite_table(run, start, end, names), tiles]
 
 
-def _hero(start: dict[str, Any] | None, end: dict[str, Any] | None, when: str) -> Html:
+def _label(run: RunView, label: str) -> str:
+    return label_of(label, run.config.get("trainer", {}).get("cold_start", {}).get("steps", 0))
+
+
+def _hero(start: dict[str, Any] | None, end: dict[str, Any] | None, names: tuple[str, str]) -> Html:
     first, last = number(start["success"]) if start else None, number(end["success"]) if end else None
     gain = None
     if first is not None and last is not None:
@@ -125,14 +130,17 @@ def _hero(start: dict[str, Any] | None, end: dict[str, Any] | None, when: str) -
             class_=f"gain {'up' if last > first else 'down' if last < first else ''}",
         )
     greedy = [number(r["greedy"]) if r else None for r in (start, end)]
-    text = f"success on the evaluation tasks, sampled as in training, mean over suites: start → {when}"
+    text = f"success on the evaluation tasks, sampled as in training, mean over suites: {' → '.join(names)}"
     if any(g is not None for g in greedy):
         text += f"; greedy {_percent(greedy[0])} → {_percent(greedy[1])}"
     big = tag("span", _percent(first), tag("span", "→", class_="arrow"), _percent(last), class_="big")
     return tag("div", big, gain, tag("p", text), class_="card hero")
 
 
-def _suite_table(run: RunView, start: dict[str, Any] | None, end: dict[str, Any] | None, when: str) -> Html:
+def _suite_table(
+    run: RunView, start: dict[str, Any] | None, end: dict[str, Any] | None, names: tuple[str, str]
+) -> Html:
+    first, when = names
     suites = sorted({s for r in (start, end) if r for s in r["suites"]})
     rows = []
     repeated = any(len(r["pass_at"]) > 1 for record in (start, end) if record for r in record["suites"].values())
@@ -144,7 +152,7 @@ def _suite_table(run: RunView, start: dict[str, Any] | None, end: dict[str, Any]
                 tag("td", tag("b", suite)),
                 tag("td", _interval(a)),
                 tag("td", _interval(b)),
-                tag("td", charts.dumbbell(_mark(a, "start", _START), _mark(b, when, run.colors[suite]))),
+                tag("td", charts.dumbbell(_mark(a, first, _START), _mark(b, when, run.colors[suite]))),
                 tag("td", _change(a, b)),
                 tag("td", _interval(_greedy(a))),
                 tag("td", _interval(_greedy(b))),
@@ -152,7 +160,7 @@ def _suite_table(run: RunView, start: dict[str, Any] | None, end: dict[str, Any]
                 tag("td", f"{(b or a or {})['episodes']}", class_="num"),
             )
         )
-    heads = ["suite", "start", when, "0 to 100%", "change in points", "greedy, start", f"greedy, {when}"]
+    heads = ["suite", first, when, "0 to 100%", "change in points", f"greedy, {first}", f"greedy, {when}"]
     heads += [*(["pass@k"] if repeated else []), "episodes"]
     head = tag("tr", [tag("th", h, class_="num" if h == "episodes" else None) for h in heads])
     note = (
@@ -197,9 +205,10 @@ def _curves(run: RunView) -> list[Any]:
         for r in run.evals
         for place, (suite, result) in enumerate(sorted(r["suites"].items()))
         for shift in (12.0 * (place - (len(r["suites"]) - 1) / 2),)
+        for name in (f"{suite}, {_label(run, r['label'])}",)
         for mark in (
-            _mark(result, f"{suite}, {r['label']}, sampled", colors[suite], r["step"], shift=shift),
-            _mark(_greedy(result), f"{suite}, {r['label']}, greedy", colors[suite], r["step"], True, shift + 5),
+            _mark(result, f"{name}, sampled", colors[suite], r["step"], shift=shift),
+            _mark(_greedy(result), f"{name}, greedy", colors[suite], r["step"], True, shift + 5),
         )
         if mark is not None
     ]
@@ -333,13 +342,9 @@ def _episodes(run: RunView) -> list[Any]:
     pairs = _pairs(run, starts, "eval-start-", "eval-end-")
     if not pairs:
         return [tag("p", "No evaluation episodes were kept.", class_="lead")]
-    out: list[Any] = [
-        tag(
-            "p",
-            "The same tasks before and after training: the first of the evaluation, not a selection.",
-            class_="lead",
-        )
-    ]
+    lead = f"The same tasks before and after training: the first {_SHOWN} of each suite's evaluation, not a selection. "
+    lead += "One that failed before and succeeds after is chosen beside them, where the kept episodes have one."
+    out: list[Any] = [tag("p", lead, class_="lead")]
     for suite, boxes in pairs.items():
         out += [tag("h3", suite), boxes]
     folded = _pairs(run, greedy, "eval-start-greedy-", "eval-end-greedy-")
@@ -350,7 +355,9 @@ def _episodes(run: RunView) -> list[Any]:
 
 
 def _pairs(run: RunView, starts: Sequence[Path], before: str, after: str) -> dict[str, list[Html]]:
+    """By suite, the first pairs of episodes, and the first of the others that failed before and succeeds after."""
     out: dict[str, list[Html]] = {}
+    kept: dict[str, list[tuple[str, Group, Group | str]]] = {}
     missing = "This evaluation has not run." if run.summary is None else "Not kept: its environment failed."
     for path in starts:
         old = run.group(path)
@@ -359,24 +366,38 @@ def _pairs(run: RunView, starts: Sequence[Path], before: str, after: str) -> dic
             continue
         other = path.with_name(after + path.name.removeprefix(before))
         new = run.group(other) if other.exists() else missing
-        shown = out.setdefault(old.task.suite, [])
-        sides = [
-            tag(
-                "div",
-                tag("h4", title),
-                tag("p", g) if isinstance(g, str) else transcripts.transcript(g.trajectories[0]),
-            )
-            for title, g in (("before", old), ("after", new))
+        kept.setdefault(old.task.suite, []).append((path.stem, old, new))
+    for suite, pairs in kept.items():
+        chosen = next((key for key, old, new in pairs if _learned(old, new)), None)
+        shown = pairs[:_SHOWN] + [pair for pair in pairs[_SHOWN:] if pair[0] == chosen]
+        out[suite] = [
+            _pair(*pair, chosen=pair[0] == chosen, open_=pair[0] == (chosen or pairs[0][0])) for pair in shown
         ]
-        summary = tag(
-            "summary",
-            tag("b", old.task.id), " ", transcripts.badge(old.trajectories[0].outcome),
-            None if isinstance(new, str) else [" → ", transcripts.badge(new.trajectories[0].outcome)],
-        )  # fmt: skip
-        shown.append(
-            tag("details", summary, tag("div", sides, class_="pair"), class_="pairbox", id=path.stem, open=not shown)
-        )
     return out
+
+
+def _learned(old: Group, new: Group | str) -> bool:
+    outcome = old.trajectories[0].outcome
+    failed = outcome.success is False and not outcome.failed_environment
+    return failed and not isinstance(new, str) and new.trajectories[0].outcome.success is True
+
+
+def _pair(key: str, old: Group, new: Group | str, *, chosen: bool, open_: bool) -> Html:
+    sides = [
+        tag(
+            "div",
+            tag("h4", title),
+            tag("p", g) if isinstance(g, str) else transcripts.transcript(g.trajectories[0]),
+        )
+        for title, g in (("before", old), ("after", new))
+    ]
+    summary = tag(
+        "summary",
+        tag("b", old.task.id), " ", transcripts.badge(old.trajectories[0].outcome),
+        None if isinstance(new, str) else [" → ", transcripts.badge(new.trajectories[0].outcome)],
+        [" ", tag("span", "chosen: failed before, succeeds after", class_="badge plain")] if chosen else None,
+    )  # fmt: skip
+    return tag("details", summary, tag("div", sides, class_="pair"), class_="pairbox", id=key, open=open_)
 
 
 def _groups(run: RunView) -> list[Any]:
@@ -429,7 +450,7 @@ def _audit(run: RunView) -> Html:
     rows += [(f"dropped: {cause.replace('_', ' ')}", n) for cause, n in sorted(audit["dropped"].items())]
     rows += [("attempts lost to environment errors", audit["attempts_failed"])]
     rows += [("attempts lost to killed processes", audit["attempts_killed"])]
-    table = tag("table", [tag("tr", tag("td", k), tag("td", f"{v:,}", class_="num")) for k, v in rows])
+    table = wide_table([tag("tr", tag("td", k), tag("td", f"{v:,}", class_="num")) for k, v in rows])
     return tag("div", tag("div", tag("b", "Ledger, in members"), verdict, class_="line"), table, class_="card")
 
 
@@ -515,7 +536,7 @@ def _counts(title: str, counts: Counter[str]) -> Html:
         )
         for name, n in counts.most_common()
     ]
-    return join([tag("h3", title), tag("table", rows) if rows else tag("p", "none", class_="muted")])
+    return join([tag("h3", title), wide_table(rows) if rows else tag("p", "none", class_="muted")])
 
 
 def _spread(row: VisitRow) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 
-from springtide.observe.markup import Html, tag
+from springtide.observe.markup import Html, tag, wide_table
 from springtide.trace import Group, Message, Outcome, ToolCall, Trajectory, Turn
 
 _LONG = 900  # characters of a bubble that are shown unfolded
@@ -69,7 +69,7 @@ def group(group: Group, *, title: Html | str, key: str, open_: bool = False) -> 
     return tag(
         "details",
         tag("summary", title, " ", [_dot(t.outcome) for t in group.trajectories]),
-        tag("table", rows, class_="members"),
+        wide_table(rows, class_="members"),
         members,
         id=key,
         class_="group",
@@ -143,7 +143,7 @@ def _checks(outcome: Outcome) -> Html | None:
         tag("tr", tag("td", c.name), tag("td", f"{c.value:g}"), tag("td", f"×{c.weight:g}"), tag("td", c.evidence))
         for c in outcome.checks
     ]
-    return tag("details", tag("summary", _n(len(rows), "check")), tag("table", rows), class_="checks")
+    return tag("details", tag("summary", _n(len(rows), "check")), wide_table(rows), class_="checks")
 
 
 def _reward_bar(reward: float | None, best: float) -> Html:

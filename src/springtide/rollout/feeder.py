@@ -2,7 +2,8 @@
 
 Owns: every group between its draw and its readiness, retries of lost members, and the record of events. Invariants:
 a visit ends in the ledger exactly once; its file is durable before it is ready; a member lost to a killed process is
-played again without using up a retry; a group never outlives its deadline, which stands still during evaluations.
+played again without using up a retry; a group never outlives its deadline, which stands still during evaluations;
+a run whose groups all fail, all miss their deadline or all carry no signal ends and says so.
 Called by: the driver, as one long task beside the training loop.
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 from springtide.algorithms.advantages import GroupRewards, Member, advantages, effective_reward
 from springtide.config import Config
 from springtide.ledger import Ledger
-from springtide.process import task_group
+from springtide.process import CONTROL_S, task_group
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
 from springtide.rollout.playtime import PlayTime
 from springtide.rollout.pool import RolloutWorker, WorkerPool
@@ -32,14 +33,16 @@ from springtide.wire import ConnectionLost, DeadlineExceeded, RemoteError
 
 _BROKEN_AFTER = 64  # episodes of a suite that failed in a row: the environment is broken, not unlucky
 _EPISODE_S = 86400.0  # only a bound: the group's deadline ends its episodes
-_CONTROL_S = 60.0  # deadline of a short call to a rollout worker
-_LEAVE_S = 5.0  # the same, of a group that is given up
+_LEAVE_S = 5.0  # deadline of a short call to a rollout worker about a group that is given up
 _PAUSE_S = 2.0  # at most, before a member whose retries are used up is replaced: the trainer may be waiting for it
 _NO_SIGNAL_STEPS = 20  # steps' worth of groups in a row with equal rewards: nothing is left to learn from
+# So often, and for so long, all groups that play at once missed their deadline, and no other group ended in between: an
+# engine that was silent and is replaced delays for less.
+_LATE_WAVES, _LATE_S = 4, CONTROL_S
 
 
 class BrokenRun(Exception):
-    """The run cannot go on: an environment always fails, or no group carries a signal. One line with the cause."""
+    """The run cannot go on: an environment always fails, no group carries a signal or is in time. One line: why."""
 
 
 class InvalidAction(BrokenRun):
@@ -103,6 +106,7 @@ class Feeder:
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
         self._failed_in_a_row: Counter[str] = Counter()
+        self._late, self._late_since = 0, 0.0  # groups in a row that missed their deadline
         self._without_signal = 0
         self._statuses: Counter[str] = Counter()  # of the members of groups without signal
         self.summaries: dict[int, dict[str, Any]] = {}  # of ready visits: what advantages are computed from
@@ -180,7 +184,8 @@ class Feeder:
         if admitted and self._config.schedule.policy == "synchronous":
             worker = await self._pool.acquire()
             with contextlib.suppress(ConnectionLost):  # its successor expects nothing, so nothing waits for it
-                await worker.call("expect", deadline_s=10, episodes=len(admitted) * self._config.rollout.group.n)
+                visits, members = tuple(visit for visit, _ in admitted), self._config.rollout.group.n
+                await worker.call("expect", deadline_s=CONTROL_S, purpose="train", visits=visits, members=members)
         for visit, task in admitted:
             if visit not in self._state.groups:
                 continue  # the run ended meanwhile
@@ -298,8 +303,12 @@ class Feeder:
         tokens = sum(s.generated for s in members.values())
         rewards = GroupRewards(task.id, visit, task.suite, scored)
         if len(members) < self._config.min_members:
+            await asyncio.sleep(min(_PAUSE_S, 0.01 * self._late))  # if it goes on like this, it need not go on fast
             await self._forget(worker, visit, "deadline", members)
-        elif (cause := advantages([rewards], self._config.algorithm)[0].dropped) is not None:
+            self._count_late()
+            return
+        self._late = 0
+        if (cause := advantages([rewards], self._config.algorithm)[0].dropped) is not None:
             await self._forget(worker, visit, cause, members)
             self._count_no_signal(cause, members)
         else:
@@ -308,7 +317,7 @@ class Feeder:
             path = self._directory / f"{visit:08d}.msgpack"
             try:
                 await worker.call(
-                    "seal", deadline_s=60, purpose="train", visit=visit, members=tuple(members), path=str(path)
+                    "seal", deadline_s=CONTROL_S, purpose="train", visit=visit, members=tuple(members), path=str(path)
                 )
             except RemoteError as error:
                 raise BrokenRun(
@@ -329,6 +338,22 @@ class Feeder:
             self.counts.kept_tokens.append(tokens)
             self.apply(Ready(time.time(), visit))
 
+    def _count_late(self) -> None:
+        """A group that missed its deadline: said once when it is a step's worth of them, the end when it is many."""
+        now, config = time.monotonic(), self._config
+        if self._late == 0:
+            self._late_since = now
+        self._late += 1
+        text = f"the last {self._late} groups missed rollout.group.deadline_s = {config.rollout.group.deadline_s:g}"
+        if self._late == config.trainer.groups:
+            self._note(f"{text} and were dropped")
+        enough = _LATE_WAVES * max(config.rollout.concurrency, config.trainer.groups)
+        if self._late >= enough and now - self._late_since >= _LATE_S:
+            raise BrokenRun(
+                f"{text} with fewer than {config.min_members} members: nothing to train; raise it, or let less play at "
+                "once (rollout.concurrency) or for less long (rollout.max_turns, rollout.max_new_tokens)"
+            )
+
     def _count_no_signal(self, cause: str, members: dict[int, EpisodeSummary]) -> None:
         """A group that teaches nothing: said once when it is a step's worth of them, the end when it is many."""
         self._without_signal += 1
@@ -340,7 +365,8 @@ class Feeder:
             self._note(text)
         if self._without_signal >= _NO_SIGNAL_STEPS * self._config.trainer.groups:
             raise BrokenRun(
-                f"{text}: nothing to learn from; use easier or harder tasks (suites.level), a better start, higher "
+                f"{text}: nothing to learn from; use easier or harder tasks (suites.level), a better start "
+                "(trainer.cold_start.steps, where the environment has gold), higher "
                 'limits if replies are cut (rollout.max_new_tokens), or algorithm.equal_rewards = "keep"'
             )
 
@@ -358,7 +384,7 @@ class Feeder:
         present: dict[int, EpisodeSummary],
         cause: str,
         *,
-        deadline_s: float = _CONTROL_S,
+        deadline_s: float = CONTROL_S,
     ) -> None:
         """Let the worker forget the visit and end what still plays of it; count the tokens beside the `present`'s."""
         with contextlib.suppress(ConnectionLost):  # then they are gone with it

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
+from springtide.process import CONTROL_S
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
 from springtide.wire import ConnectionLost
 
@@ -36,9 +37,9 @@ async def play_once(pool: WorkerPool, spec: EpisodeSpec, *, keep: Path | None = 
         summary: EpisodeSummary = await worker.call("episode", deadline_s=_EPISODE_S, spec=spec)
         mine = {"purpose": spec.purpose, "visit": spec.visit, "members": (spec.member,)}
         if keep is not None and summary.cause is None:
-            await worker.call("seal", deadline_s=60, path=str(keep), **mine)
+            await worker.call("seal", deadline_s=CONTROL_S, path=str(keep), **mine)
         else:
-            await worker.call("forget", deadline_s=60, **mine)
+            await worker.call("forget", deadline_s=CONTROL_S, **mine)
         return summary
     except ConnectionLost as error:
         return EpisodeSummary.lost(spec, str(error))

@@ -44,7 +44,7 @@ class Worker:
             if self._lockstep is None:
                 trajectory = await play(spec, self._env, counted.over(await link.client()), self._chat)
             else:
-                async with self._lockstep.player() as locked:
+                async with self._lockstep.player((spec.purpose, spec.visit, spec.member)) as locked:
                     trajectory = await play(spec, self._env, counted.over(locked), self._chat)
         finally:
             playing.pop(task, None)
@@ -75,12 +75,15 @@ class Worker:
         playing = self._playing.pop((purpose, visit), {})
         for task in playing:
             task.cancel()
+        if self._lockstep is not None:
+            self._lockstep.take_back(purpose, visit)
         unknown = sum(t.loss_tokens for member, t in finished.items() if member not in known)
         return unknown + sum(c.tokens for c in playing.values())
 
-    def expect(self, episodes: int) -> None:
+    def expect(self, purpose: str, visits: tuple[int, ...], members: int) -> None:
+        """`members` episodes of each of these visits will start, and no other of those announced before."""
         if self._lockstep is not None:
-            self._lockstep.expect(episodes)
+            self._lockstep.expect({(purpose, visit, member) for visit in visits for member in range(members)})
 
 
 class EngineLink:
@@ -107,23 +110,31 @@ class EngineLink:
 class Lockstep:
     """A barrier before the engine, so that what is batched together never depends on timing.
 
-    Every live episode either waits here or plays its environment; only when all of them wait are their turns generated,
-    in the order of their keys. With one engine and one worker this makes a synchronous run bit-reproducible.
+    Every live episode either waits here or plays its environment; only when all of them wait, and all that are
+    announced have started, are their turns generated, in the order of their keys. With one engine and one worker this
+    makes a synchronous run bit-reproducible. Waves do not overlap: what an older one announced and never started (its
+    group was given up before) is not waited for in a newer.
     """
 
     def __init__(self, link: EngineLink) -> None:
         self._link = link
-        self._expected = 0  # announced episodes that have not yet started
+        self._expected: set[tuple[str, int, int]] = set()  # announced episodes that have not yet started
         self._live = 0
         self._waiting: dict[str, tuple[asyncio.Future[Generation], dict[str, Any]]] = {}
         self._running: set[asyncio.Task[None]] = set()
 
-    def expect(self, episodes: int) -> None:
-        self._expected += episodes
+    def expect(self, episodes: set[tuple[str, int, int]]) -> None:
+        """These (purpose, visit, member) will start."""
+        self._expected = episodes
+
+    def take_back(self, purpose: str, visit: int) -> None:
+        """What was announced of this visit will not start any more."""
+        self._expected = {episode for episode in self._expected if episode[:2] != (purpose, visit)}
+        asyncio.get_running_loop().call_soon(self._fire_if_complete)  # once what was cancelled of it waits no more
 
     @contextlib.asynccontextmanager
-    async def player(self) -> AsyncIterator[Engine]:
-        self._expected = max(0, self._expected - 1)
+    async def player(self, episode: tuple[str, int, int]) -> AsyncIterator[Engine]:
+        self._expected.discard(episode)
         self._live += 1
         try:
             yield _LockedEngine(self, await self._link.client())
@@ -142,7 +153,7 @@ class Lockstep:
                 del self._waiting[request["session"]]
 
     def _fire_if_complete(self) -> None:
-        if self._expected == 0 and self._waiting and len(self._waiting) >= self._live:
+        if not self._expected and self._waiting and len(self._waiting) >= self._live:
             batch, self._waiting = self._waiting, {}
             task = asyncio.create_task(self._fire([batch[key] for key in sorted(batch)]))
             self._running.add(task)
@@ -221,7 +232,7 @@ async def main(socket_path: str, args: dict[str, Any]) -> None:
                 case "discard":
                     return worker.discard(payload["purpose"], payload["visit"], payload["known"])
                 case "expect":
-                    return worker.expect(payload["episodes"])
+                    return worker.expect(**payload)
             raise ValueError(f"a rollout worker has no method {method!r}")
 
         async with serve(socket_path, handle):

@@ -21,12 +21,13 @@ from typing import Any
 from springtide.config import Config, ConfigError
 from springtide.engine.protocol import EngineStats
 from springtide.env.local import LocalClient, LocalRunner
-from springtide.process import task_group
+from springtide.process import CONTROL_S, SILENT_S, task_group
 from springtide.runtime.ranks import Pool, Rank, keep_alive
 from springtide.weights.pins import Pins
 from springtide.wire import ConnectionLost
 
 _LOAD_S = 300.0  # deadline for an engine to take a version
+_NAMED_AFTER = 0.25  # of the time after which a silent rank is killed, it is named where a person looks
 
 
 @dataclass(slots=True)
@@ -75,8 +76,16 @@ class Runtime:
         stats = []
         for engine in self.engines:
             with contextlib.suppress(ConnectionLost):  # it is being restarted; its counts start again
-                stats.append(await engine.call("stats", deadline_s=30))
+                stats.append(await engine.call("stats", deadline_s=CONTROL_S))
         return stats
+
+    def silent(self) -> str:
+        """Who has answered nothing for a while, for people to read; empty if all answer."""
+        ranks = (self.trainer, self.reference, self.proximal, *self.engines, *self.workers)
+        silences = {r.name: r.silence_s for r in ranks if r is not None}
+        return ", ".join(
+            f"{name} has answered nothing for {s:.0f} s" for name, s in silences.items() if s > _NAMED_AFTER * SILENT_S
+        )
 
     def restarts(self) -> dict[str, int]:
         """How often processes were replaced, by name; only those that were."""
@@ -132,6 +141,7 @@ async def open_runtime(
             socket_path=f"{sockets.name}/{name}",
             start_s=start_s,
             restart=restart,
+            silent_s=SILENT_S,
             **more,
         )
 

@@ -1,8 +1,9 @@
 """A rank: one program of a run in a process of its own, called over the wire, restarted when it dies.
 
 Owns: the life of one supervised process and how often it may be restarted. Invariants: a call to a rank that is down
-fails at once with `ConnectionLost`; a rank that keeps dying ends the run with the end of its log; every wait for a rank
-to come up has a deadline that says what it waits for.
+fails at once with `ConnectionLost`; a rank that is up but answers nothing is killed, and has died like any other; every
+restart is said; a rank that keeps dying ends the run with the end of its log; every wait for a rank to come up has a
+deadline that says what it waits for.
 Called by: `runtime.local`. A Ray runtime will offer the same methods.
 """
 
@@ -10,14 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from springtide.process import Process, ProcessFailed, start_process, task_group
+from springtide.process import SILENT_S, Process, ProcessFailed, start_process, task_group
 from springtide.wire import ConnectionLost, DeadlineExceeded
+
+log = logging.getLogger(__name__)
 
 _EXPLAIN_S = 1.0
 _RESTARTS, _WINDOW_S = 5, 120.0  # more deaths than this in the window are a fault of the program, not of the machine
@@ -36,11 +40,12 @@ class Rank:
         socket_path: str,
         start_s: float,
         restart: bool,
+        silent_s: float = SILENT_S,
         prepare: Callable[[Rank], Awaitable[None]] | None = None,
     ) -> None:
         self.name, self._entry, self._args = name, entry, args
         self._log_path, self.socket_path, self._start_s = log_dir / f"{name}.log", socket_path, start_s
-        self._restart, self._prepare = restart, prepare
+        self._restart, self._silent_s, self._prepare = restart, silent_s, prepare
         self.process: Process | None = None
         self.up = asyncio.Event()
         self.restarts = 0
@@ -57,6 +62,7 @@ class Rank:
                 log_path=self._log_path,
                 socket_path=self.socket_path,
                 deadline_s=self._start_s,
+                silent_s=self._silent_s,
             ) as process:
                 self.process = process
                 try:
@@ -76,12 +82,18 @@ class Rank:
             if not self._restart or len(deaths) > _RESTARTS:
                 raise failure
             self.restarts += 1
+            log.warning("%s; it is started again (its log: %s)", process.ending(), self._log_path)
 
     async def call(self, method: str, *, deadline_s: float, **payload: Any) -> Any:
         """Call the program now. Raises: ConnectionLost (down, or died meanwhile), DeadlineExceeded, RemoteError."""
         if self.process is None:
             raise ConnectionLost(f"{self.name} is down ({method})")
         return await self.process.client.call(method, deadline_s=deadline_s, **payload)
+
+    @property
+    def silence_s(self) -> float:
+        """How long ago it answered last; 0 while it is down or starts."""
+        return 0.0 if self.process is None else self.process.silence_s
 
     async def wait_up(self) -> None:
         try:

@@ -58,7 +58,9 @@ def new_directory(path: Path) -> Iterator[Path]:
         yield scratch
         files = sorted(p for p in scratch.iterdir() if p.is_file())
         manifest = {p.name: {"sha256": _sha256(p), "bytes": p.stat().st_size} for p in files}
+        mode = scratch.stat().st_mode & 0o666  # as the umask has it; safetensors' own writer keeps it to the owner
         for p in files:
+            p.chmod(mode)
             _sync(p)
         atomic_write(scratch / MANIFEST, json.dumps(manifest, indent=1).encode())
         _sync(scratch)

@@ -2,7 +2,7 @@
 
 Owns: the run's state between steps (versions, running statistics, what is ready) and every step of the loop as one
 method. Invariants: a step is recorded as trained only after the trainer took it; weights are in use only after every
-engine verified their fingerprint; every wait has a deadline and says which predicate holds it.
+engine verified their fingerprint; every wait has a deadline and says which predicate holds it, for as long as it lasts.
 Called by: `trainer.loop`, inside `trainer.start.open_run`.
 """
 
@@ -13,7 +13,7 @@ import contextlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -24,15 +24,16 @@ from springtide.config import Config
 from springtide.ledger import Ledger
 from springtide.models.presets import resolve_model
 from springtide.observe.metrics import Metrics, Summary, commit, summarise
+from springtide.observe.plots import label_of
 from springtide.observe.sinks import plain, read_records
-from springtide.process import task_group
+from springtide.process import CONTROL_S, task_group
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
 from springtide.rollout.evaluate import EvalResult, eval_tasks, evaluate
 from springtide.rollout.feeder import BrokenRun, Feeder, Versions
 from springtide.rollout.pool import play_once
 from springtide.rundir import RunDirectory
 from springtide.runtime.local import Runtime
-from springtide.schedule.policies import Bounds, Wait, choose_batch, make_policy
+from springtide.schedule.policies import Batch, Bounds, Wait, choose_batch, make_policy
 from springtide.schedule.readiness import Began, Evaluation, Readiness, StepEnded, StepStarted, event_to_json
 from springtide.schedule.sampling import UniformSampler
 from springtide.trace import TaskRef, atomic_write, make_version
@@ -42,8 +43,20 @@ from springtide.wire import ConnectionLost, RemoteError
 _STEP_S = 3600.0  # deadline of one optimiser step, a publication, a checkpoint
 _EVAL_EPISODES = 256  # evaluation episodes at once
 _SLACK_S = 60.0  # beyond a group's deadline, until a wait without any event counts as stuck
+_LOOK_S = 1.0  # at the clock, while no event comes
+_TELL_S = 0.5  # how often the display hears what the loop waits for
 _REFUSED_STEPS = 5  # in a row, then the run ends
 _KEPT = 4  # evaluation episodes a suite that are kept for people to read
+_KEPT_ENDS = 16  # the same of the sampled ones at start and end, among which the report finds one that changed
+
+
+_WAITS = {  # a cause of the clock, in words
+    "cold_start": "the cold start on gold",
+    "train": "the trainer's step",
+    "publish": "every engine to hold the new weights",
+    "checkpoint": "the checkpoint",
+    "evaluate": "the evaluation",
+}
 
 
 class StuckRun(BrokenRun):
@@ -57,14 +70,16 @@ class Clock:
     elapsed_before: float = 0.0
     spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     since: float | None = None  # None: it stands still
+    cause: str | None = None  # of what the loop does now
 
     @contextlib.contextmanager
     def measure(self, cause: str) -> Iterator[None]:
-        begun = time.monotonic()
+        begun, self.cause = time.monotonic(), cause
         try:
             yield
         finally:
             self.spent[cause] += time.monotonic() - begun
+            self.cause = None
 
     @property
     def elapsed(self) -> float:
@@ -129,6 +144,8 @@ class Driver:
         self._tasks: asyncio.TaskGroup | None = None
         self._saved_step = self.step if checkpoint else -1
         self._refused = 0
+        self._stepping = False  # an optimiser step is under way
+        self._after_step: Callable[[], object] | None = None  # to be called when it is recorded
 
     # --- the sentence -----------------------------------------------------------------------------------------------
 
@@ -163,11 +180,17 @@ class Driver:
             if summary.cause is not None or not summary.success:
                 raise BrokenRun(f"the gold solution of {task.id} does not succeed ({summary.status}: {summary.detail})")
             paths.append(str(path))
+            self.metrics.doing("cold start: gold episodes", len(paths), len(tasks))
 
-        await _bounded(64, [gold(visit, task) for visit, task in enumerate(tasks)])
-        told = await self._runtime.trainer.call(
-            "cold_start", deadline_s=_STEP_S, paths=tuple(sorted(paths)), steps=cold.steps, batch=cold.batch, lr=cold.lr
-        )
+        with self._clock.measure("cold_start"):
+            await _bounded(64, [gold(visit, task) for visit, task in enumerate(tasks)])
+            options = {"steps": cold.steps, "batch": cold.batch, "lr": cold.lr}
+            async with task_group() as watching:
+                watcher = watching.create_task(self._tell_cold_start(cold.steps))
+                told = await self._runtime.trainer.call(
+                    "cold_start", deadline_s=_STEP_S, paths=tuple(sorted(paths)), **options
+                )
+                watcher.cancel()
         if refused := told["refused_steps"]:
             text = f"{refused} of {cold.steps} steps of the cold start were refused, their loss or gradient not finite"
             if refused == cold.steps:
@@ -193,20 +216,38 @@ class Driver:
             self._clock.stop()
 
     async def next_batch(self) -> tuple[int, ...]:
-        """Wait until the policy's batch is ready; the visits of it. Raises: StuckRun."""
+        """Wait until the policy's batch is ready; the visits of it, or none once the run is over. Raises: StuckRun."""
         patience = self.config.rollout.group.deadline_s + _SLACK_S
-        while isinstance(choice := choose_batch(self._state, self._bounds), Wait):
-            blocked = self._policy.blocked(self._state)
-            self.metrics.waiting(choice.reason, blocked)
+        quiet_s = 0.0
+        while not self.finished:
+            choice = choose_batch(self._state, self._bounds)
+            if isinstance(choice, Batch):
+                self._feeder.apply(StepStarted(time.time(), choice.visits))
+                return choice.visits
             with self._clock.measure(f"wait_{choice.cause}"):
-                # During an evaluation groups may wait for long, as it does not count against their deadlines.
-                if not await self._feeder.changed(patience) and not self._state.evaluating:
-                    raise StuckRun(f"nothing happened for {patience:g} s: {choice.reason}; admission: {blocked}")
-        self._feeder.apply(StepStarted(time.time(), choice.visits))
-        return choice.visits
+                happened = await self._feeder.changed(_LOOK_S)
+            # During an evaluation groups may wait for long, as it does not count against their deadlines.
+            quiet_s = 0.0 if happened or self._state.evaluating else quiet_s + _LOOK_S
+            if quiet_s >= patience:
+                blocked = self._policy.blocked(self._state)
+                raise StuckRun(f"nothing happened for {patience:g} s: {choice.reason}; admission: {blocked}")
+        return ()
+
+    async def tell_waits(self) -> None:
+        """Tell the display what the loop waits for, until cancelled: also while nothing happens, and who is silent."""
+        while True:
+            await asyncio.sleep(_TELL_S)
+            cause, silent = self._clock.cause, self._runtime.silent()
+            reason, admission = _WAITS.get(cause or "", ""), "nothing"
+            choice = choose_batch(self._state, self._bounds)
+            if cause is not None and cause.startswith("wait_") and isinstance(choice, Wait):
+                reason, admission = choice.reason, self._policy.blocked(self._state)
+            if reason or silent:
+                self.metrics.waiting("; ".join(filter(None, (reason, silent))), admission)
 
     async def learn(self, visits: tuple[int, ...]) -> None:
         """One optimiser step on exactly `visits`."""
+        self._stepping = True
         summaries = [self._feeder.summaries.pop(visit) for visit in visits]
         with self._clock.measure("train"):
             penalties = await self._reward_penalties(visits, summaries)
@@ -249,6 +290,9 @@ class Driver:
         else:
             self._refuse(visits, learned)
         await self._log_step(summaries, learned)
+        self._stepping = False
+        if self._after_step is not None:
+            self._after_step()
         if self._refused >= _REFUSED_STEPS:
             raise BrokenRun(
                 f"the last {self._refused} steps were refused: {_refusal(learned)} not finite at step {self.step}; "
@@ -300,9 +344,21 @@ class Driver:
         self._saved_step = self.step
         await self._runtime.trainer.call(
             "forget",
-            deadline_s=60,
+            deadline_s=CONTROL_S,
             paths=tuple(map(str, self.directory.saved()[self.config.trainer.checkpoint_keep :])),
         )
+
+    def stop(self, now: Callable[[], object]) -> None:
+        """Call `now` to end the loop: at once, or when the optimiser step under way is recorded."""
+        if self._stepping:
+            self._after_step = now
+        else:
+            now()
+
+    async def save_stopped(self) -> None:
+        """Save what a loop that was stopped has learned, unless a step is half done, or a cold start not done."""
+        if self._saved_step >= 0 and not self._stepping:
+            await self.checkpoint()
 
     async def checkpoint_if_due(self) -> None:
         if self.step % self.config.trainer.checkpoint_every == 0:
@@ -372,8 +428,11 @@ class Driver:
         if self._synchronous:
             worker = await self._runtime.pool.acquire()
             with contextlib.suppress(ConnectionLost):
-                await worker.call("expect", deadline_s=10, episodes=total)
-        kept = {task.id for chosen in tasks.values() for task in chosen[:_KEPT]}
+                visits = tuple(range(sum(map(len, tasks.values()))))
+                await worker.call("expect", deadline_s=CONTROL_S, purpose="eval", visits=visits, members=samples)
+        most = _KEPT_ENDS if label in ("start", "end") else _KEPT
+        kept = {task.id for chosen in tasks.values() for task in chosen[:most]}
+        shown, ended = label_of(label, self.config.trainer.cold_start.steps), 0
 
         def spec(task: TaskRef, visit: int, member: int, retry: int) -> EpisodeSpec:
             return EpisodeSpec.of(
@@ -381,9 +440,15 @@ class Driver:
             )
 
         async def play(spec: EpisodeSpec) -> EpisodeSummary:
+            nonlocal ended
             name = f"eval-{label.replace(' ', '-')}-{spec.task.suite}-{spec.task.index:05d}.msgpack"
             keep = spec.member == 0 and spec.task.id in kept
-            return await play_once(self._runtime.pool, spec, keep=self.directory.trajectories / name if keep else None)
+            path = self.directory.trajectories / name
+            summary = await play_once(self._runtime.pool, spec, keep=path if keep else None)
+            ended += 1
+            if self._clock.since is None:  # the loop stands still for it
+                self.metrics.doing(f"evaluation ({shown}): episodes", min(ended, total), total)
+            return summary
 
         return await evaluate(
             tasks, play, spec, samples=samples, concurrency=total if self._synchronous else min(total, _EVAL_EPISODES)
@@ -422,15 +487,14 @@ class Driver:
     async def _frozen_logprobs(self, items: tuple[dict[str, Any], ...]) -> dict[str, str]:
         """The files of log-probs that the step's loss needs, each written by a rank of its own."""
         files: dict[str, str] = {}
-        calls = []
-        for key, rank, version in (
-            ("ref_logprobs", self._runtime.reference if self.config.algorithm.kl_in == "loss" else None, None),
-            ("old_logprobs", self._runtime.proximal, self._versions.current),
-        ):
-            if rank is not None:
-                files[key] = str(self.directory.path / f"{key}.msgpack")
-                calls.append(rank.call("logprobs", deadline_s=_STEP_S, items=items, out=files[key], version=version))
-        await asyncio.gather(*calls)
+        async with task_group() as tasks:  # one that fails ends the other's call
+            for key, rank, version in (
+                ("ref_logprobs", self._runtime.reference if self.config.algorithm.kl_in == "loss" else None, None),
+                ("old_logprobs", self._runtime.proximal, self._versions.current),
+            ):
+                if rank is not None:
+                    out = files[key] = str(self.directory.path / f"{key}.msgpack")
+                    tasks.create_task(rank.call("logprobs", deadline_s=_STEP_S, items=items, out=out, version=version))
         return files
 
     async def open_frozen(self) -> None:
@@ -452,6 +516,13 @@ class Driver:
                     store=str(self._runtime.weights),
                     role="reference",
                 )
+
+    async def _tell_cold_start(self, steps: int) -> None:
+        """Tell the display how far the trainer's cold start is, until cancelled."""
+        while True:
+            status = await self._runtime.trainer.call("status", deadline_s=CONTROL_S)
+            self.metrics.doing("cold start: supervised steps", status["steps"], steps)
+            await asyncio.sleep(_TELL_S)
 
     async def _join_evaluation(self) -> None:
         if self._pending_eval is not None:

@@ -22,8 +22,7 @@ async def train(run: Driver) -> Summary:
     if run.step == 0:
         await run.evaluate("start")
     async with run.feeding():
-        while not run.finished:
-            batch = await run.next_batch()
+        while batch := await run.next_batch():
             await run.learn(batch)
             await run.publish()
             await run.evaluate_if_due()

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from springtide.chat import check_vocab, load_chat
-from springtide.config import Config, ConfigError
-from springtide.env.registry import load_suite
+from springtide.config import Config, ConfigError, SuiteEntry
+from springtide.env.session import EnvironmentUnavailable
+from springtide.env.suite import SuiteError
 from springtide.ledger import Ledger
 from springtide.models.presets import check_weights, max_positions, resolve_model, vocab_size
 from springtide.observe.metrics import Metrics
@@ -26,10 +27,11 @@ from springtide.observe.progress import make_display
 from springtide.observe.sinks import append_lines, open_sinks
 from springtide.rollout.evaluate import eval_tasks
 from springtide.rundir import RunDirectory, prepare
-from springtide.runtime.local import open_runtime
+from springtide.runtime.local import Runtime, open_runtime
 from springtide.trace import TaskRef
 from springtide.trainer.checkpoint import CheckpointError, verify
 from springtide.trainer.driver import Driver
+from springtide.trainer.suites import name_suites
 
 _DEVICE_S = 120.0  # to import torch and make one tensor: the first touch of a GPU may take half a minute
 
@@ -38,9 +40,9 @@ _DEVICE_S = 120.0  # to import torch and make one tensor: the first touch of a G
 async def open_run(config: Config, *, resume: bool = False) -> AsyncIterator[Driver]:
     """Check everything that can be checked cheaply, start the run's processes, and hand out its driver.
 
-    Raises: ConfigError (before anything heavy), ProcessFailed, LedgerError.
+    Raises: ConfigError (before anything heavy), SuiteError, ProcessFailed, LedgerError.
     """
-    model_dir = check_run(config)
+    model_dir = await check(config)
     directory, lock = prepare(config, resume=resume)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(lock.close)
@@ -57,9 +59,10 @@ async def open_run(config: Config, *, resume: bool = False) -> AsyncIterator[Dri
         catalogs, evals, weights = {}, {}, {}
         split = "train" if config.eval.dev else config.eval.split
         for entry in config.suites:
-            tasks = await runtime.catalog.catalog(entry.use, entry.split, entry.level)
+            tasks = await _list_tasks(runtime, entry, entry.split)
             if not tasks:
-                raise ConfigError(f"suites: {entry.use} has no tasks in split {entry.split}, level {entry.level}")
+                level = f"level {entry.level}" if entry.level else "its default level"
+                raise ConfigError(f"suites: {entry.use} has no tasks in split {entry.split}, {level}")
             name = tasks[0].suite
             catalogs[name], weights[name] = tasks, entry.weight
             if not ledger.same_as_before(f"tasks of {name}", _fingerprint(tasks)):
@@ -67,23 +70,41 @@ async def open_run(config: Config, *, resume: bool = False) -> AsyncIterator[Dri
                     f"the {entry.split} tasks of suite {name} are not those the run began with, so --resume would skip "
                     "or repeat some; start a new run, or use the suite's former version"
                 )
-            evals[name] = await runtime.catalog.catalog(entry.use, split, entry.level)
+            evals[name] = await _list_tasks(runtime, entry, split)
             evaluates = config.eval.at_ends or config.eval.every > 0
             if evaluates and not eval_tasks(evals[name], 1, dev=config.eval.dev):
                 kind = "dev tasks" if config.eval.dev else f"tasks in split {split}"
-                raise ConfigError(f"eval: suite {name} has no {kind} at level {entry.level} to evaluate on")
+                raise ConfigError(f"eval: suite {name} has no {kind} at level {tasks[0].level} to evaluate on")
         driver = Driver(config, directory, runtime, ledger, metrics, catalogs, evals, weights, checkpoint, events)
         if not driver.fresh:
             metrics.resumed(driver.step, driver.elapsed, driver.incarnation)
-        watcher = asyncio.create_task(metrics.watch_loop(), name="loop lag and memory")
+        watchers = (
+            asyncio.create_task(metrics.watch_loop(), name="loop lag and memory"),
+            asyncio.create_task(driver.tell_waits(), name="what is waited for"),
+        )
         try:
             yield driver
         finally:
-            watcher.cancel()
+            for watcher in watchers:
+                watcher.cancel()
+
+
+async def _list_tasks(runtime: Runtime, entry: SuiteEntry, split: str) -> tuple[TaskRef, ...]:
+    try:
+        return await runtime.catalog.catalog(entry.use, split, entry.level)
+    except EnvironmentUnavailable as error:  # an author's sequence of tasks raises, or blocks its worker
+        raise SuiteError(
+            f"suite {entry.use}: its {split} tasks cannot be listed: {error}; try `springtide doctor env {entry.use}`"
+        ) from error
 
 
 def check_run(config: Config) -> Path:
-    """All that can be checked without starting anything; the model's directory. Raises: ConfigError and its kin."""
+    """`check`, where no event loop runs."""
+    return asyncio.run(check(config))
+
+
+async def check(config: Config) -> Path:
+    """All that can be checked without starting the run; the model's directory. Raises: ConfigError and its kin."""
     model_dir = resolve_model(config.model.path)
     check_vocab(load_chat(model_dir, config.model.tool_format), vocab_size(model_dir))
     limit = max_positions(model_dir)
@@ -95,13 +116,10 @@ def check_run(config: Config) -> Path:
     for key, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
         if (why := _unusable(device)) is not None:
             raise ConfigError(f'{key}: {device!r} cannot be used here: {why}; "cpu" always can')
-    names: set[str] = set()
-    for entry in config.suites:
-        suite = load_suite(entry.use)
-        suite.select(entry.split, entry.level)
-        if suite.name in names:
-            raise ConfigError(f"suites: {entry.use} is called {suite.name}, as one before it is; rename one")
-        names.add(suite.name)
+    names = await name_suites(config.suites, import_s=config.runtime.start_s)
+    for i, (entry, name) in enumerate(zip(config.suites, names, strict=True)):
+        if name in names[:i]:
+            raise ConfigError(f"suites: {entry.use} is called {name}, as one before it is; rename one")
     return model_dir
 
 
