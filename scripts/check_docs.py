@@ -91,7 +91,15 @@ def excerpts(root: Path, text: str) -> Iterator[str]:
 
 
 _TEST = re.compile(r"`(tests/\w+\.py)::(\w+)`")
-_MADE = ("runs/", "trajectories/", "checkpoints/", "logs/", "evaluations/", "my-", "test-data/")  # by a run or by set-up
+_MADE = (
+    "runs/",
+    "trajectories/",
+    "checkpoints/",
+    "logs/",
+    "evaluations/",
+    "my-",
+    "test-data/",
+)
 _FILE = re.compile(r"`((?:[\w-]+/)*[\w-]+\.(?:py|toml|c|jinja)|(?:[\w-]+/)+)`")
 
 
