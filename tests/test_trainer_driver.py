@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from springtide.config import Algorithm
 from springtide.rollout.feeder import Versions
 from springtide.rundir import RunDirectory
 from springtide.trainer.driver import Driver
@@ -36,7 +37,10 @@ def test_when_a_frozen_rank_is_lost_the_call_to_the_other_is_given_up(tmp_path: 
     """It went on behind the run's end, and its own failure was seen by nobody."""
     busy = Busy()
     ranks = SimpleNamespace(reference=Lost(), proximal=busy)
-    driver: Any = SimpleNamespace(_runtime=ranks, _versions=Versions(0), directory=RunDirectory(tmp_path))
+    config = SimpleNamespace(algorithm=Algorithm(kl_coef=0.1))
+    driver: Any = SimpleNamespace(
+        config=config, _runtime=ranks, _versions=Versions(0), directory=RunDirectory(tmp_path)
+    )
 
     async def run() -> None:
         with pytest.raises(ConnectionLost, match="reference went away"):
