@@ -253,7 +253,10 @@ class Driver:
             penalties = await self._reward_penalties(visits, summaries)
         groups = [
             GroupRewards(
-                s["task"], visit, s["suite"], tuple(Member(*m, penalties.get((visit, m[0]), 0.0)) for m in s["members"])
+                s["task"],
+                visit,
+                s["suite"],
+                tuple(Member(*m, penalty=penalties.get((visit, m[0]), 0.0)) for m in s["members"]),
             )
             for visit, s in zip(visits, summaries, strict=True)
         ]

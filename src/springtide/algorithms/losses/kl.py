@@ -26,7 +26,7 @@ from springtide.algorithms.losses import MAX_LOG_RATIO, TokenLosses, Tokens
 MAX_KL = 10.0
 
 
-def kl_loss(tokens: Tokens, estimator: Literal["k2", "k3"]) -> TokenLosses:
+def kl_loss(tokens: Tokens, estimator: Literal["k1", "k2", "k3"]) -> TokenLosses:
     """Sums: kl_reference, kl_clamped (tokens at the bound). Raises: ValueError without reference log-probs."""
     if tokens.reference is None:
         raise ValueError("kl: there are no reference log-probs; pass the reference rank's file (algorithm.kl_coef > 0)")
