@@ -91,7 +91,7 @@ def excerpts(root: Path, text: str) -> Iterator[str]:
 
 
 _TEST = re.compile(r"`(tests/\w+\.py)::(\w+)`")
-_MADE = (
+_MADE = (  # by a run or by set-up
     "runs/",
     "trajectories/",
     "checkpoints/",
