@@ -256,7 +256,10 @@ class Driver:
                 s["task"],
                 visit,
                 s["suite"],
-                tuple(Member(*m, penalty=penalties.get((visit, m[0]), 0.0)) for m in s["members"]),
+                tuple(
+                    Member(member, status, reward, success, tokens, penalties.get((visit, member), 0.0))
+                    for member, status, reward, success, tokens in s["members"]
+                ),
             )
             for visit, s in zip(visits, summaries, strict=True)
         ]
