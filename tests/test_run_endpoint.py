@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,13 @@ class Endpoint:
     def __init__(self, reply: dict[str, Any], *, failures: int = 0, status: int = 503) -> None:
         self.reply, self.failures, self.status = reply, failures, status
         self.failure, self.kind = "overloaded", "text/plain"
+        self.headers: dict[str, str] = {}
         self.requests: list[dict[str, Any]] = []
 
     async def answer(self, request: web.Request) -> web.Response:
         self.requests.append(await request.json())
         if len(self.requests) <= self.failures:
-            return web.Response(status=self.status, text=self.failure, content_type=self.kind)
+            return web.Response(status=self.status, text=self.failure, content_type=self.kind, headers=self.headers)
         message = {"role": "assistant", **self.reply}
         usage = {"prompt_tokens": 11, "completion_tokens": 4}
         return web.json_response({"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage})
@@ -92,6 +94,32 @@ def test_a_passing_fault_is_tried_again_and_a_final_one_is_an_environment_error(
         figures = springtide.evaluate(url, SUITE, tasks=2).suites["letters"]
     assert (figures.episodes, figures.env_errors) == (0, 2)  # never a failure of the policy
     assert figures.first_error.startswith(f"infrastructure: {url}/chat/completions (default): status 400: overloaded")
+
+
+def test_a_server_that_names_its_pause_is_asked_again_after_it() -> None:
+    async def ask(url: str) -> float:
+        async with ChatEndpoint(url, "m") as endpoint:
+            begun = time.monotonic()
+            await endpoint.complete((Message("user", "hi"),), (), temperature=0.0, max_tokens=4, seed=1)
+            return time.monotonic() - begun
+
+    busy = Endpoint({"content": "x"}, failures=1, status=429)
+    busy.headers = {"Retry-After": "2"}
+    with busy.serve() as url:
+        assert 2.0 <= asyncio.run(ask(url)) < 10.0  # 1.0 by itself
+
+
+def test_a_budget_of_tokens_ends_an_evaluation_and_what_was_not_played_is_counted() -> None:
+    endpoint = Endpoint({"content": "lettersa"})  # 15 tokens an episode of one turn
+    with endpoint.serve() as url:
+        result = springtide.evaluate(url, SUITE, tasks=6, concurrency=1, budget=40)
+        figures = result.suites["letters"]
+        assert (figures.episodes, figures.env_errors, len(endpoint.requests)) == (3, 3, 3)
+        assert "the budget of 40 tokens is spent (45)" in figures.first_error
+        with pytest.raises(ConfigError, match=r"^budget: must be a whole number of tokens"):
+            springtide.evaluate(url, SUITE, tasks=1, budget=0)
+    with pytest.raises(ConfigError, match=r"^budget: only an endpoint has one"):
+        springtide.evaluate("springtide-nano", SUITE, tasks=1, budget=40)
 
 
 def test_what_is_no_completion_is_said_with_the_servers_words() -> None:

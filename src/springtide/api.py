@@ -107,18 +107,22 @@ def evaluate(
     dev: bool = False,
     model: str = "default",
     concurrency: int = 64,
+    budget: int | None = None,
     seed: int = 0,
 ) -> EvalResult:
     """Play the first `tasks` tasks of a suite's split, `samples` times each, and say how often they succeed.
 
     target: a run directory (its newest checkpoint), a Hugging Face directory, the name of a shipped model, or the URL
     of an OpenAI-compatible endpoint (then `model` names the model there). level: by default the one that the run
-    trained the suite at, else the suite's default (`default_level`). temperature 0 is greedy. Raises: ConfigError,
-    SuiteError, EndpointError (nobody answers there), ProcessFailed; RuntimeError inside an event loop.
+    trained the suite at, else the suite's default (`default_level`). temperature 0 is greedy. budget: tokens that an
+    endpoint may be asked to read and write; episodes that it does not reach count as environment errors. Raises:
+    ConfigError, SuiteError, EndpointError (nobody answers there), ProcessFailed; RuntimeError inside an event loop.
     """
     _needs_no_loop("evaluate")
     _check_counts(tasks=tasks, samples=samples, concurrency=concurrency)
     _check_temperature(temperature)
+    if budget is not None:
+        _check_budget(target, budget)
     level = level or default_level(target, suite)
     config, path = _eval_config(target, suite, split, level, max_new_tokens, seed)
     load_suite(suite).select(split, level)
@@ -134,7 +138,9 @@ def evaluate(
             directory = RunDirectory(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="springtide-eval-"))))
             env: LocalClient
             if path is None:
-                endpoint = await stack.enter_async_context(ChatEndpoint(str(target), model, connections=concurrency))
+                endpoint = await stack.enter_async_context(
+                    ChatEndpoint(str(target), model, connections=concurrency, budget=budget)
+                )
                 await endpoint.probe()
                 runner = LocalRunner((suite,), config.runtime.env_workers, directory.logs)
                 await stack.enter_async_context(runner)
@@ -166,6 +172,13 @@ def _check_counts(**counts: Any) -> None:
         whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
         if not whole or not 1 <= int(value) <= _MOST_EPISODES:
             raise ConfigError(f"{name}: must be a whole number from 1 to {_MOST_EPISODES:,}, not {value!r:.60}")
+
+
+def _check_budget(target: str | Path, budget: Any) -> None:
+    if not str(target).startswith(("http://", "https://")):
+        raise ConfigError("budget: only an endpoint has one; a model that runs here is bounded by tasks and samples")
+    if not isinstance(budget, numbers.Integral) or isinstance(budget, bool) or budget < 1:
+        raise ConfigError(f"budget: must be a whole number of tokens, at least 1, not {budget!r:.60}")
 
 
 def _check_temperature(value: Any) -> None:

@@ -32,6 +32,8 @@ def command(
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="a turn; default: the run's, or 64")] = None,
     dev: Annotated[bool, typer.Option("--dev", help="only the dev tenth (split train)")] = False,
     model: Annotated[str, typer.Option(help="the model's name at an endpoint")] = "default",
+    concurrency: Annotated[int, typer.Option(min=1, help="episodes, and an endpoint's requests, at once")] = 64,
+    budget: Annotated[int | None, typer.Option(min=1, help="tokens an endpoint may be asked to read and write")] = None,
     out: Annotated[Path | None, typer.Option(help="also write the figures and every episode to this JSON file")] = None,
     json_: Json = False,
 ) -> None:
@@ -52,6 +54,8 @@ def command(
         max_new_tokens=max_new_tokens,
         dev=dev,
         model=model,
+        concurrency=concurrency,
+        budget=budget,
     )
     figures = {name: asdict(r) for name, r in result.suites.items()}
     said = {"target": target, "split": split, "level": level, "temperature": temperature, "suites": figures}
@@ -70,6 +74,8 @@ def command(
             print("  " + "  ".join(f"pass@{k} {v:.1%}" for k, v in r.pass_at.items()))
         print("  " + "  ".join(f"{status} {share:.1%}" for status, share in r.status.items()))
         print(f"  {r.turns:.1f} turns, {r.tokens:.0f} tokens an episode; {r.env_errors} environment errors")
+        if r.first_error:
+            print(f"  the first: {r.first_error}")
 
 
 def _check_out(out: Path) -> None:

@@ -1,8 +1,9 @@
 """Any OpenAI-compatible chat endpoint: for evaluation and teachers, never for training (it gives text, not tokens).
 
-Owns: the HTTP requests, their retries and their deadline. Invariants: a request is tried again only for what may pass
-(connection, 408, 429, 5xx), with growing pauses and at most `tries` times; what the server refuses for good is an
-`EndpointError` with its own words; an address that can be none is refused before anything is sent.
+Owns: the HTTP requests, their retries, their deadline and their budget. Invariants: a request is tried again only for
+what may pass (connection, 408, 429, 5xx), with growing pauses (or the one that the server asks for) and at most `tries`
+times; what the server refuses for good is an `EndpointError` with its own words; once the budget of tokens is spent
+nothing more is sent; an address that can be none is refused before anything is sent.
 Called by: `springtide.api.evaluate`, `rollout.endpoint`.
 """
 
@@ -22,6 +23,7 @@ from springtide.trace import Message
 
 _PASSING = {408, 409, 425, 429, 500, 502, 503, 504}
 _PROBE_S = 15.0
+_LONGEST_PAUSE_S = 60.0
 
 
 class EndpointError(Exception):
@@ -64,11 +66,14 @@ class ChatEndpoint:
         connections: int = 64,
         tries: int = 5,
         timeout_s: float = 300.0,
+        budget: int | None = None,
     ) -> None:
+        """budget: tokens of prompts and completions, as the server counts them; requests in flight may pass it."""
         check_url(url)
         self._url = url if url.endswith("/chat/completions") else url.rstrip("/") + "/chat/completions"
         self._model, self._tries = model, tries
         self._connections, self._timeout_s = connections, timeout_s
+        self._budget, self.spent = budget, 0
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> ChatEndpoint:
@@ -96,6 +101,14 @@ class ChatEndpoint:
         except (aiohttp.ClientError, ValueError) as error:
             raise EndpointError(f"{self._url}: {_said(error)}; is the server up, and the URL right?") from None
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether the budget is spent."""
+        return self._budget is not None and self.spent >= self._budget
+
+    def over_budget(self) -> str:
+        return f"the budget of {self._budget:,} tokens is spent ({self.spent:,}); give a larger one"
+
     async def complete(
         self,
         messages: Sequence[Message],
@@ -116,20 +129,31 @@ class ChatEndpoint:
         }
         if tools:
             body["tools"] = list(tools)
-        said = ""
+        said, asked_s = "", None
         for attempt in range(self._tries):
             if attempt:
-                await asyncio.sleep(min(30.0, 0.5 * 2**attempt))
+                await asyncio.sleep(min(30.0, 0.5 * 2**attempt) if asked_s is None else asked_s)
+            if self.exhausted:
+                raise EndpointError(self.over_budget())
+            asked_s = None
             try:
                 async with self._session.post(self._url, json=body) as response:
                     if response.status == 200:
-                        return _reply(await response.json())
+                        reply = _reply(await response.json())
+                        self.spent += reply.prompt_tokens + reply.completion_tokens
+                        return reply
                     said = f"status {response.status}: {(await response.text())[:300]}"
                     if response.status not in _PASSING:
                         break
+                    asked_s = _pause(response.headers.get("Retry-After"))
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: the body is no JSON
                 said = _said(error)
         raise EndpointError(f"{self._url} ({self._model}): {said}")
+
+
+def _pause(header: str | None) -> float | None:
+    """Seconds of a Retry-After header; None where it gives a date or nothing."""
+    return min(float(header), _LONGEST_PAUSE_S) if header is not None and header.strip().isdigit() else None
 
 
 def _said(error: Exception) -> str:

@@ -18,6 +18,8 @@ from springtide.trace import Message
 
 async def play_endpoint(spec: EpisodeSpec, env: EnvClient, endpoint: ChatEndpoint) -> EpisodeSummary:
     """Play one episode and say how it ended. `tokens` is what the server counted."""
+    if endpoint.exhausted:
+        return EpisodeSummary.lost(spec, endpoint.over_budget(), cause="infrastructure")
     try:
         session = await env.open(spec.task, spec.visit, spec.member, spec.retry, spec.open_s)
     except EnvironmentUnavailable as error:
