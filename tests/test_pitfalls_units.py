@@ -135,6 +135,46 @@ def test_a_stale_turn_whose_version_is_gone_is_not_called_stale(tiny_model: Path
     asyncio.run(run())
 
 
+def test_an_evaluation_may_draw_its_turns_from_two_pinned_policies(tiny_model: Path) -> None:
+    """Each turn is held to the version it was asked of, not to the first of the two."""
+
+    class Holds(Broken):
+        versions: frozenset[int]
+
+        async def generate(self, session: str, ids: np.ndarray, sampling: Any, **options: Any) -> Generation:
+            version = options["version"] if options["version"] in self.versions else max(self.versions)
+            return Generation(np.full(5, 40, np.int32), np.full(5, -1.0, np.float32), version, finish="length")
+
+    async def run() -> None:
+        suite = f"{TESTS / 'talk.py'}:NoSleepers"
+        async with InProcessClient((suite,)) as env:
+            ref = (await env.catalog(suite, "train", "quick"))[0]
+            engine, drawn = Holds(EngineError("")), set[int]()
+            engine.versions = frozenset({1, 2})
+            for member in range(12):
+                spec = EpisodeSpec(
+                    ref, 0, member, 0, "eval", 0, 1.0, 5, 256, version=2, stale_version=1, stale_probability=0.5
+                )
+                t = await play(spec, env, engine, load_chat(tiny_model))  # type: ignore[arg-type]
+                assert t.outcome.cause is None
+                assert [turn.policy for turn in t.turns] == [
+                    "stale" if t.segments[turn.segment].versions[turn.start] == 1 else "current" for turn in t.turns
+                ]
+                drawn |= {int(t.segments[turn.segment].versions[turn.start]) for turn in t.turns}
+            assert drawn == {1, 2}
+            for lost in (1, 2):
+                engine.versions = frozenset({3 - lost})
+                spec = EpisodeSpec(
+                    ref, 0, 0, 0, "eval", 0, 1.0, 5, 256, version=2, stale_version=1, stale_probability=2.0 - lost
+                )
+                t = await play(spec, env, engine, load_chat(tiny_model))  # type: ignore[arg-type]
+                assert (t.outcome.cause, t.outcome.detail) == (
+                    "infrastructure", f"the engine no longer holds version {lost}",
+                )  # fmt: skip
+
+    asyncio.run(run())
+
+
 class Keeps:
     """A sink and a display that keep what they get."""
 

@@ -176,12 +176,13 @@ async def _play(spec: EpisodeSpec, session: Session, engine: Engine, chat: Chat)
                 temperature=spec.temperature,
                 stop_ids=chat.stop_ids,
             )
+            asked = spec.stale_version if policy == "stale" else spec.version
             try:
                 generation = await engine.generate(
                     f"{spec.key}/{policy}",
                     np.asarray(conversation.ids, np.int32),
                     sampling,
-                    version=spec.stale_version if policy == "stale" else spec.version,
+                    version=asked,
                     prefix=f"{spec.purpose}/{spec.visit}",
                     priority=EVALUATION if spec.purpose == "eval" else 0,
                 )
@@ -189,8 +190,8 @@ async def _play(spec: EpisodeSpec, session: Session, engine: Engine, chat: Chat)
                 raise EnvironmentUnavailable("worker_lost", f"engine lost: {error}") from error
             except (EngineError, DeadlineExceeded) as error:
                 raise EnvironmentUnavailable("infrastructure", f"engine: {error}") from error
-            if spec.purpose == "eval" and spec.version not in (None, generation.version):
-                raise EnvironmentUnavailable("infrastructure", f"the engine no longer holds version {spec.version}")
+            if spec.purpose == "eval" and asked not in (None, generation.version):
+                raise EnvironmentUnavailable("infrastructure", f"the engine no longer holds version {asked}")
             if generation.version != spec.stale_version:
                 policy = "current"  # also a stale turn whose version was refreshed away meanwhile: the newest drew it
         message = conversation.assistant(generation.ids, generation.finish, generation.logprobs, generation.version)
