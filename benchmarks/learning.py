@@ -15,17 +15,12 @@ On two quiet cores: a cell takes 10 minutes, a trial of `--tune` 1.5; six cells 
 from __future__ import annotations
 
 import argparse
-import ast
 import asyncio
 import contextlib
-import functools
-import hashlib
-import inspect
 import json
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -33,23 +28,20 @@ from typing import Any
 import numpy as np
 from common import (
     CELLS,
-    SOURCES,
     Cell,
     Json,
     Row,
     arguments,
     emit,
-    fingerprint,
     interval,
     preset,
     report_cells,
     springtide,
 )
+from runs import evaluate, figures, make_cell, play, publish, scratch
 
 from springtide.config import Config, ConfigError
-from springtide.models.presets import resolve_model
 from springtide.rollout.episode import EpisodeSpec
-from springtide.rollout.evaluate import EvalResult, eval_tasks, evaluate
 from springtide.rollout.pool import play_once
 from springtide.runtime.local import Runtime, open_runtime
 from springtide.trace import TaskRef, make_version
@@ -58,7 +50,6 @@ from springtide.trainer.start import check
 SEEDS = (0, 1, 2)
 LR_FACTORS = (0.0625, 0.25, 1.0, 4.0)  # of the preset's trainer.lr; its grid must not end where the best is
 TRIAL_MINUTES = 1.0  # gold is learned by heart within it at every rate but the smallest
-_EPISODES = 256  # at once in an evaluation; as in a run
 _GOLD_EPISODES = 64
 QUICK = ("run.minutes=0.2", "eval.tasks=8", "trainer.cold_start.tasks=16")
 
@@ -76,7 +67,7 @@ def train_rl(config: Config, directory: Path, sets: Sequence[str]) -> Json:
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     evals = {r["label"]: r for r in lines if r["kind"] == "eval"}
     return {
-        **{when: {name: _figures(s, s["greedy"]) for name, s in evals[when]["suites"].items()} for when in evals},
+        **{when: {name: figures(s, s["greedy"]) for name, s in evals[when]["suites"].items()} for when in evals},
         "steps": summary["steps"],
         "train_s": summary["wall_s"],
         "wall_s": done.wall_s,
@@ -89,8 +80,8 @@ async def train_supervised(config: Config, directory: Path, lr: float) -> Json:
     assert config.run.minutes is not None
     rng = np.random.default_rng(config.run.seed)
     async with open_runtime(config, directory, await check(config), checkpoint=None) as runtime:
-        await _publish(runtime, 0)
-        start = await _evaluate(config, runtime, 0)
+        await publish(runtime, make_version(0, 0))
+        start = await evaluate(config, runtime, make_version(0, 0))
         gold = await _play_gold(config, runtime, directory)
         batch = min(config.trainer.cold_start.batch, len(gold))
         queue: list[str] = []
@@ -100,11 +91,11 @@ async def train_supervised(config: Config, directory: Path, lr: float) -> Json:
             if len(queue) < batch:  # a new epoch, in a new order
                 queue += rng.permutation(np.array(sorted(set(gold) - set(queue)))).tolist()
             paths, queue = tuple(queue[:batch]), queue[batch:]
-            figures = await runtime.trainer.call("supervised", deadline_s=600, paths=paths, lr=lr)
-            losses.append(figures["loss"])
+            learned = await runtime.trainer.call("supervised", deadline_s=600, paths=paths, lr=lr)
+            losses.append(learned["loss"])
         seconds = time.monotonic() - begun
-        await _publish(runtime, 1)
-        end = await _evaluate(config, runtime, 1)
+        await publish(runtime, make_version(0, 1))
+        end = await evaluate(config, runtime, make_version(0, 1))
     return {
         "start": start,
         "end": end,
@@ -115,12 +106,6 @@ async def train_supervised(config: Config, directory: Path, lr: float) -> Json:
         "loss_start": losses[0],
         "loss_end": losses[-1],
     }
-
-
-async def _publish(runtime: Runtime, step: int) -> None:
-    version = make_version(0, step)
-    await runtime.trainer.call("publish", deadline_s=600, version=version)
-    await runtime.load(version)
 
 
 async def _play_gold(config: Config, runtime: Runtime, directory: Path) -> list[str]:
@@ -145,70 +130,34 @@ async def _play_gold(config: Config, runtime: Runtime, directory: Path) -> list[
     return paths
 
 
-async def _evaluate(config: Config, runtime: Runtime, step: int) -> Json:
-    """Sampled and greedy, with the tasks and the seeds of a run's evaluations."""
-    options = config.eval
-    split = "train" if options.dev else options.split
-    tasks: dict[str, list[TaskRef]] = {}
-    for entry in config.suites:
-        chosen = eval_tasks(
-            await runtime.catalog.catalog(entry.use, split, entry.level), options.tasks, dev=options.dev
-        )
-        tasks[chosen[0].suite] = chosen
-    results: list[EvalResult] = []
-    for temperature, samples in ((config.rollout.temperature, options.samples), (0.0, 1)):
-
-        def spec(task: TaskRef, visit: int, member: int, retry: int, t: float = temperature) -> EpisodeSpec:
-            version = make_version(0, step)
-            return EpisodeSpec.of(config, "eval", task, visit, member, retry, temperature=t, version=version)
-
-        play = functools.partial(play_once, runtime.pool)
-        results.append(await evaluate(tasks, play, spec, samples=samples, concurrency=_EPISODES))
-    sampled, greedy = results
-    return {suite: _figures(_fields(s), greedy.suites[suite].success) for suite, s in sampled.suites.items()}
-
-
-def _fields(result: Any) -> Json:
-    return {name: getattr(result, name) for name in ("success", "episodes", "low", "high", "env_errors", "tokens")}
-
-
-def _figures(suite: Json, greedy: float) -> Json:
-    """What a cell keeps of a suite's evaluation."""
-    return {
-        "sampled": suite["success"],
-        "greedy": greedy,
-        **{name: suite[name] for name in ("episodes", "low", "high", "env_errors", "tokens")},
-    }
-
-
 # --- cells ------------------------------------------------------------------------------------------------------------
 
 
 def rl_cell(seed: int, sets: Sequence[str]) -> Cell:
     config = preset(*sets, f"run.seed={seed}")
-    return _cell(f"learning-rl-{seed}", config, [train_rl])
+    return make_cell(f"learning-rl-{seed}", config, [train_rl])
 
 
 def supervised_cell(name: str, seed: int, factor: float, sets: Sequence[str]) -> Cell:
     """factor: learning rate, as a multiple of the preset's trainer.lr."""
     config = preset(*sets, f"run.seed={seed}")
-    program: list[Callable[..., Any]] = [train_supervised, _play_gold, _evaluate]
-    return _cell(name, config, program, supervised_lr=factor * config.trainer.lr)
+    program: list[Callable[..., Any]] = [train_supervised, _play_gold, evaluate, play]
+    return make_cell(name, config, program, supervised_lr=factor * config.trainer.lr)
 
 
 def run_rl(cell: Cell, seed: int, sets: Sequence[str], *, missing: bool, directory: Path) -> Json:
     def compute() -> Json:
-        with _scratch() as scratch:
-            return train_rl(preset(*sets, f"run.seed={seed}"), scratch, sets)
+        with scratch() as place:
+            return train_rl(preset(*sets, f"run.seed={seed}"), place, sets)
 
     return cell.run(compute, missing=missing, directory=directory)
 
 
 def run_supervised(cell: Cell, seed: int, sets: Sequence[str], *, missing: bool, directory: Path) -> Json:
     def compute() -> Json:
-        with _scratch() as scratch:
+        with scratch() as place:
             config = preset(*sets, f"run.seed={seed}")
-            return asyncio.run(train_supervised(config, scratch, cell.config["supervised_lr"]))
+            return asyncio.run(train_supervised(config, place, cell.config["supervised_lr"]))
 
     return cell.run(compute, missing=missing, directory=directory)
 
@@ -223,27 +172,6 @@ def tuning(sets: Sequence[str]) -> tuple[str, ...]:
     minutes = preset(*sets).run.minutes
     assert minutes is not None
     return (*sets, "eval.dev=true", f"run.minutes={min(minutes, TRIAL_MINUTES)}")
-
-
-def _cell(name: str, config: Config, program: Sequence[Callable[..., Any]], **more: Any) -> Cell:
-    """`program`: the functions here that the arm runs; its key covers them, the package's sources, and the model."""
-    tree = config.model_dump(mode="json", exclude={"observe": True, "run": {"dir", "name"}})
-    code = "\n".join(ast.dump(ast.parse(inspect.getsource(f))) for f in program)
-    sources = _hash_sources(tuple(s.use for s in config.suites), resolve_model(config.model.path))
-    return Cell(name, {**tree, **more, "program": hashlib.sha256(code.encode()).hexdigest()[:16]}, sources)
-
-
-@functools.cache
-def _hash_sources(suites: tuple[str, ...], model: Path) -> str:
-    entries = ["springtide.trainer.loop", *(f"springtide.suites.{s}" for s in suites if ":" not in s)]
-    files = [Path(s.partition(":")[0]) for s in suites if ":" in s]
-    return fingerprint(entries, [SOURCES / "suites", SOURCES / "engine", model, *files])
-
-
-@contextlib.contextmanager
-def _scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="springtide-bench-") as directory:
-        yield Path(directory)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -341,7 +269,7 @@ def _main(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     with contextlib.ExitStack() as stack:
         directory = CELLS
         if args.quick:
-            directory = stack.enter_context(_scratch())
+            directory = stack.enter_context(scratch())
         if args.tune:
             _tune(args, sets, directory)
             return
