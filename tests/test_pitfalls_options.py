@@ -57,6 +57,7 @@ SHOWN_BY = {
     "runtime.rollout_workers": "test_options_of_the_loop_take_effect",
     "runtime.env_workers": "test_options_of_the_loop_take_effect",
     "runtime.start_s": "test_waiting_for_a_worker_has_the_configured_deadline",
+    "runtime.silent_s": "test_a_stopped_engine_is_named_while_it_is_silent_and_then_replaced",
     "suites": "test_options_of_a_run_take_effect",
     "rollout.temperature": "test_limits_of_an_episode_take_effect",
     "rollout.max_new_tokens": "test_limits_of_an_episode_take_effect",

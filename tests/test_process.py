@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from springtide.process import ProcessFailed, start_process
+from springtide.process import ProcessFailed, scratch_directory, start_process
 
 HELPERS = "tests.helpers_process"
 
@@ -116,3 +116,44 @@ def test_children_die_with_a_killed_parent(tmp_path: Path, how: signal.Signals, 
     parent.wait(10)
     assert _gone(child)
     assert _gone(grandchild)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None])
+def test_a_scratch_directory_goes_with_its_process_however_that_ends(
+    tmp_path: Path, how: signal.Signals | None
+) -> None:
+    """A killed driver left its sockets in /tmp, and its weights, gigabytes perhaps, in shared memory."""
+    script = textwrap.dedent(f"""
+        from pathlib import Path
+        from springtide.process import scratch_directory
+        with scratch_directory(parent=Path({str(tmp_path)!r})) as path:
+            (path / "weights").write_text("w")
+            print(path, flush=True)
+            input()
+    """)
+    maker = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert maker.stdout is not None and maker.stdin is not None
+    path = Path(maker.stdout.readline().strip())
+    assert (path / "weights").exists()
+    if how is None:
+        maker.stdin.write("\n")
+        maker.stdin.flush()
+    else:
+        os.kill(maker.pid, how)
+    maker.wait(10)
+    until = time.monotonic() + 5.0
+    while path.exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_scratch_directory_leaves_no_process_and_no_file_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with scratch_directory() as path:
+        (sweeper,) = [
+            int(p.name)
+            for p in Path("/proc").glob("[0-9]*")
+            if str(path).encode() in (p / "cmdline").read_bytes().split(b"\0")
+        ]
+    assert _gone(sweeper)
+    assert len(os.listdir("/proc/self/fd")) == before

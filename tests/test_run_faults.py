@@ -17,7 +17,6 @@ import springtide
 from springtide.ledger import Ledger
 from springtide.observe import progress
 from springtide.rollout.feeder import BrokenRun
-from springtide.runtime import local
 from springtide.trainer.driver import Driver
 from springtide.trainer.loop import train
 from springtide.trainer.start import open_run
@@ -73,9 +72,10 @@ def test_a_stopped_engine_is_named_while_it_is_silent_and_then_replaced(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It was waited for ten minutes a turn, past `run.minutes`, and the run said nothing meanwhile."""
-    monkeypatch.setattr(local, "SILENT_S", 2.0)
     monkeypatch.setattr(progress, "_SAY_S", 0.2)
-    config = run_config(tiny_model, tmp_path, run={"steps": 8}, algorithm={"equal_rewards": "keep"})
+    config = run_config(
+        tiny_model, tmp_path, run={"steps": 8}, algorithm={"equal_rewards": "keep"}, runtime={"silent_s": 2}
+    )
 
     async def stop_its_engine(run: Driver) -> None:
         while run.step == 0:

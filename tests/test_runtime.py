@@ -27,15 +27,22 @@ def test_a_weights_directory_that_cannot_be_written_is_one_line_before_any_proce
 
     for configured in (tmp_path / "a file", tmp_path / "a file" / "below"):
         with pytest.raises(
-            ConfigError, match=r"weights\.dir: cannot write .*a file.*Not a directory.*name a dir"
+            ConfigError, match=r"weights\.dir: cannot write .*a file.*(Not a directory|File exists).*name a dir"
         ) as raised:
             asyncio.run(start(configured))
         assert "\n" not in str(raised.value)
-    left = weights_directory(run, tmp_path)
-    left.write_text("no directory either")
-    with pytest.raises(ConfigError, match=r"weights\.dir: cannot write"):
-        asyncio.run(start(tmp_path))
     assert not run.exists(), "no process had a log to write"
+
+
+def test_what_a_killed_driver_left_of_its_weights_goes_and_another_runs_stays(tmp_path: Path) -> None:
+    with weights_directory(tmp_path / "a", tmp_path / "shared") as mine:
+        assert mine.is_dir()
+    assert list((tmp_path / "shared").iterdir()) == []
+    mine.mkdir()  # as where even the sweeper was killed
+    with weights_directory(tmp_path / "b", tmp_path / "shared") as other:
+        with weights_directory(tmp_path / "x" / ".." / "a", tmp_path / "shared") as again:
+            assert set((tmp_path / "shared").iterdir()) == {other, again}
+        assert other.is_dir()
 
 
 def _rank(tmp_path: Path, name: str, *, restart: bool) -> Rank:

@@ -84,6 +84,9 @@ class RuntimeTable(Table):
     rollout_workers: Processes = Field(1, description="processes that play episodes: rendering, parsing, agent loop")
     env_workers: Processes = Field(1, description="processes that environments run in, many episodes in each")
     start_s: Seconds = Field(120.0, description="deadline for any process of the run to start")
+    silent_s: float = Field(
+        60.0, ge=0.1, le=60, description="one that answers nothing for so long is killed, and has crashed"
+    )
 
 
 class SuiteEntry(Table):
@@ -341,6 +344,7 @@ RESUMABLE = frozenset(
         "run.minutes",
         "runtime.env_workers",
         "runtime.start_s",
+        "runtime.silent_s",
         "trainer.checkpoint_every",
         "trainer.checkpoint_keep",
         "eval.every",

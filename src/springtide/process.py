@@ -3,7 +3,8 @@
 Owns: a child's whole life (`start_process` is a context). Invariants: a child whose parent died, however it died,
 exits within a second, also a stopped one (a line leads from each to its parent, and ends with it; the kernel wakes
 those that are stopped); a child that is watched answers on that line from a thread of its own, whatever its event loop
-does, or is killed; what a child prints goes to its log file; leaving the context terminates the child, then kills it.
+does, or is killed; what a child prints goes to its log file; leaving the context terminates the child, then kills it;
+a directory of `scratch_directory` goes with the process that made it, also when that is killed.
 Called by: the driver for its ranks and workers, the local environment runner, the engines' supervisors.
 """
 
@@ -15,13 +16,15 @@ import ctypes
 import importlib
 import json
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +37,37 @@ _TERMINATE_S = 5.0  # a child gets this long to leave in good order before it is
 _PING_S = 1.0  # from an answer to the next ping
 _LOOKS = 10  # at a silent child, before it is killed: that we ourselves were stopped for an hour is one of them
 _PINGS = 4096  # bytes, one a ping: many may be unanswered
+# Waits for its input's end, which the death of its parent is, however it came; what still writes has ended before the
+# second time.
+_SWEEP = 'read -r _; rm -rf -- "$1"; sleep 2; rm -rf -- "$1"'
 _COMPUTING = 0.1  # of a look, counted where a thread computes or waits for a disk: it may hold the interpreter's lock
 
 
 class ProcessFailed(Exception):
     """A child did not start, or ended by itself. The text holds its exit status and the end of its log."""
+
+
+@contextlib.contextmanager
+def scratch_directory(prefix: str = "springtide-", parent: Path | None = None) -> Iterator[Path]:
+    """A new directory that goes when the block ends, or with this process, whatever ends it."""
+    path = tempfile.mkdtemp(prefix=prefix, dir=parent)
+    try:
+        sweeper = subprocess.Popen(
+            ["/bin/sh", "-c", _SWEEP, "springtide-sweeper", path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # what is sent to a terminal's programs or to our group is not meant for it
+        )
+        try:
+            yield Path(path)
+        finally:
+            sweeper.kill()
+            assert sweeper.stdin is not None
+            sweeper.stdin.close()
+            sweeper.wait()
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def root_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -145,9 +174,8 @@ async def start_process(
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
-        directory = held.enter_context(tempfile.TemporaryDirectory(prefix="springtide-"))
         log_file = held.enter_context(open(log_path, "ab"))
-        socket_path = socket_path or f"{directory}/s"
+        socket_path = socket_path or f"{held.enter_context(scratch_directory())}/s"
         Path(socket_path).unlink(missing_ok=True)
         line, childs_end = socket.socketpair()
         held.enter_context(line).setblocking(False)

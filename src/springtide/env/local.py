@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import tempfile
 import time
 import weakref
 from collections import Counter
@@ -24,7 +23,7 @@ from typing import Any
 
 from springtide.env.remote import RemoteSession, open_remote, unavailable
 from springtide.env.session import EnvironmentUnavailable
-from springtide.process import Process, ProcessFailed, root_cause, start_process
+from springtide.process import SILENT_S, Process, ProcessFailed, root_cause, scratch_directory, start_process
 from springtide.trace import TaskRef
 from springtide.wire import Client, ConnectionLost, DeadlineExceeded, RemoteError
 
@@ -34,11 +33,14 @@ LEASE_S = 60.0
 BLOCK_S = 60.0  # an event loop that has not turned for this long is stuck in someone's code
 DRAIN_S = 300.0
 _PING_S = 0.25  # how soon a worker's wish to be replaced is seen; a death is seen at once
-_GRACE_S = 10.0  # an answer may be this late: the worker's own deadlines come first
+# An answer may be this late: a worker's own deadlines come first, and one that is stopped or stuck is killed before, so
+# that its sessions are lost with it and nothing that is late is the environment's fault.
+_GRACE_S = max(SILENT_S, BLOCK_S) + 15.0
 _START_FAILURES = 4  # in a row; then the run stops, for nothing will mend itself
 _CATALOG_S = 300.0
 _CONNECT_S = 0.5  # then the address is read anew: its worker may have been replaced
 _PROOF_S = 5.0
+_RENEW_S = 10.0  # a worker that does not answer must not cost the sessions of others their leases
 _LOST = (ConnectionLost, DeadlineExceeded, RemoteError)
 
 
@@ -59,14 +61,15 @@ class LocalRunner:
         block_s: float = BLOCK_S,
         drain_s: float = DRAIN_S,
         start_s: float = 120.0,
+        silent_s: float = SILENT_S,
     ) -> None:
         self._args = {"suites": list(suites), "lease_s": lease_s, "block_s": block_s, "log_dir": str(log_dir)}
         self._workers, self._log_dir = workers, log_dir
-        self._block_s, self._drain_s, self._start_s = block_s, drain_s, start_s
+        self._block_s, self._drain_s, self._start_s, self._silent_s = block_s, drain_s, start_s, silent_s
         self._counts: Counter[str] = Counter()
         self._running: dict[Process, Counter[str]] = {}
-        self._directory = tempfile.TemporaryDirectory(prefix="springtide-env-")
-        self.addresses = tuple(f"{self._directory.name}/w{i}" for i in range(workers))
+        self._held = contextlib.ExitStack()
+        self.addresses: tuple[str, ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -86,6 +89,8 @@ class LocalRunner:
     async def __aenter__(self) -> LocalRunner:
         loop = asyncio.get_running_loop()
         self._entered_by, self._interrupted = asyncio.current_task(), False
+        directory = self._held.enter_context(scratch_directory("springtide-env-"))
+        self.addresses = tuple(f"{directory}/w{i}" for i in range(self._workers))
         started: list[asyncio.Future[None]] = [loop.create_future() for _ in self.addresses]
         self._task = asyncio.create_task(self._supervise_all(started))
         try:
@@ -120,7 +125,7 @@ class LocalRunner:
                 self._entered_by.uncancel()
             raise root_cause(group) from None
         finally:
-            self._directory.cleanup()
+            self._held.close()
 
     async def _supervise_all(self, started: list[asyncio.Future[None]]) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -163,6 +168,7 @@ class LocalRunner:
                 log_path=self._log_dir / f"{name}.log",
                 socket_path=life.socket,
                 deadline_s=self._start_s,
+                silent_s=self._silent_s,
             ) as process:
                 self._running[process] = Counter()
                 life.take_address()
@@ -325,4 +331,4 @@ class LocalClient:
                         by_client.setdefault(session.client, []).append(session.id)
             for client, ids in by_client.items():
                 with contextlib.suppress(*_LOST):  # the sessions' own calls will tell
-                    await client.call("renew_all", deadline_s=_GRACE_S, sessions=ids)
+                    await client.call("renew_all", deadline_s=_RENEW_S, sessions=ids)

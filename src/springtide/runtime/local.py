@@ -2,7 +2,8 @@
 
 Owns: which processes a run has, what each is started with, and who reaches whom. Invariants: bulk data goes from a
 rollout worker to a file to the trainer, and from the trainer to the store to an engine, never through the driver; a
-restarted engine holds the versions its predecessor held before anyone uses it; nothing outlives the block.
+restarted engine holds the versions its predecessor held before anyone uses it; nothing outlives the block, nor a driver
+that was killed in it.
 Called by: the driver (`open_run`).
 """
 
@@ -12,8 +13,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from springtide.config import Config, ConfigError
 from springtide.engine.protocol import EngineStats
 from springtide.env.local import LocalClient, LocalRunner
-from springtide.process import CONTROL_S, SILENT_S, task_group
+from springtide.process import CONTROL_S, scratch_directory, task_group
 from springtide.runtime.ranks import Pool, Rank, keep_alive
 from springtide.weights.pins import Pins
 from springtide.wire import ConnectionLost
@@ -45,6 +45,7 @@ class Runtime:
     model_dir: Path
     weights: Path
     pins: Pins
+    silent_s: float
     versions: dict[str, int] = field(default_factory=dict)  # holder -> version every engine must hold
 
     async def load(self, version: int, *, stale: int | None = None) -> None:
@@ -84,7 +85,9 @@ class Runtime:
         ranks = (self.trainer, self.reference, self.proximal, *self.engines, *self.workers)
         silences = {r.name: r.silence_s for r in ranks if r is not None}
         return ", ".join(
-            f"{name} has answered nothing for {s:.0f} s" for name, s in silences.items() if s > _NAMED_AFTER * SILENT_S
+            f"{name} has answered nothing for {s:.0f} s"
+            for name, s in silences.items()
+            if s > _NAMED_AFTER * self.silent_s
         )
 
     def restarts(self) -> dict[str, int]:
@@ -125,12 +128,15 @@ async def open_runtime(
 
     Raises: ConfigError (before anything starts), ProcessFailed.
     """
-    start_s = config.runtime.start_s
-    weights = weights_directory(run, Path(config.weights.dir) if config.weights.dir else None)
-    _empty(weights)
+    start_s, silent_s = config.runtime.start_s, config.runtime.silent_s
     tree = config.model_dump(mode="json")
-    sockets = tempfile.TemporaryDirectory(prefix="springtide-")
-    env = LocalRunner(tuple(s.use for s in config.suites), config.runtime.env_workers, run / "logs", start_s=start_s)
+    env = LocalRunner(
+        tuple(s.use for s in config.suites),
+        config.runtime.env_workers,
+        run / "logs",
+        start_s=start_s,
+        silent_s=silent_s,
+    )
 
     def rank(name: str, entry: str, args: dict[str, Any], *, restart: bool, **more: Any) -> Rank:
         return Rank(
@@ -138,10 +144,10 @@ async def open_runtime(
             entry,
             args,
             log_dir=run / "logs",
-            socket_path=f"{sockets.name}/{name}",
+            socket_path=f"{sockets}/{name}",
             start_s=start_s,
             restart=restart,
-            silent_s=SILENT_S,
+            silent_s=silent_s,
             **more,
         )
 
@@ -149,8 +155,8 @@ async def open_runtime(
         await runtime.prepare_engine(engine)
 
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(sockets)
-        stack.callback(shutil.rmtree, weights, ignore_errors=True)
+        weights = stack.enter_context(weights_directory(run, Path(config.weights.dir) if config.weights.dir else None))
+        sockets = stack.enter_context(scratch_directory())
         await stack.enter_async_context(env)
         engines = [
             rank(
@@ -186,11 +192,12 @@ async def open_runtime(
             restart=False,
         )
         # Both start without weights: the driver says which the run's start are (after a cold start), and the proximal
-        # policy pulls each step's.
+        # policy pulls each step's. Beside an adapter, the trainer has the reference in itself.
+        own_reference = config.trainer.lora.rank > 0 and config.reference.path is None
         idle = {
             name: rank(name, "springtide.trainer.rank:main", {}, restart=False)
             for name, needed in (
-                ("reference", config.algorithm.kl_coef > 0),
+                ("reference", config.algorithm.kl_coef > 0 and not own_reference),
                 ("proximal", config.algorithm.old_logprobs == "recompute"),
             )
             if needed
@@ -200,7 +207,7 @@ async def open_runtime(
             env,
             catalog,
             trainer,
-            idle.get("reference"),
+            trainer if config.algorithm.kl_coef > 0 and own_reference else idle.get("reference"),
             idle.get("proximal"),
             engines,
             workers,
@@ -208,30 +215,31 @@ async def open_runtime(
             model_dir,
             weights,
             Pins(weights),
+            silent_s,
         )
         await stack.enter_async_context(keep_alive([trainer, *engines, *workers, *idle.values()]))
         yield runtime
 
 
-def weights_directory(run: Path, configured: Path | None) -> Path:
-    """Where published weights live, a directory of the run's own: it is emptied at the start and removed at the end.
+@contextlib.contextmanager
+def weights_directory(run: Path, configured: Path | None) -> Iterator[Path]:
+    """Where this incarnation's published weights live; what one before it left is removed, for we hold the run's lock.
 
-    In `configured` if given, else in shared memory if there is any, else in the run directory.
+    In `configured` if given, else in shared memory if there is any, else in the run directory. Raises: ConfigError.
     """
-    shared = Path("/dev/shm")
-    if configured is None and not os.access(shared, os.W_OK):
-        return run / "weights"
-    run = run.resolve()  # however it is spelled
+    shared, run = Path("/dev/shm"), run.resolve()  # however it is spelled
+    parent = configured or (shared if os.access(shared, os.W_OK) else run)
     tag = hashlib.sha256(str(run).encode()).hexdigest()[:12]  # two runs of one name must not meet
-    return (configured or shared / f"springtide-{os.getuid()}") / f"{run.name}-{tag}"
-
-
-def _empty(weights: Path) -> None:
-    """Make the run's own `weights` directory, without what a killed driver of this run left: we hold the run's lock."""
-    try:
-        if weights.exists():
-            shutil.rmtree(weights)
-        weights.mkdir(parents=True)
-    except OSError as error:
-        why = error.strerror or error
-        raise ConfigError(f"weights.dir: cannot write {weights}: {why}; name a directory that can be written") from None
+    prefix = f"springtide-{run.name}-{tag}-"
+    with contextlib.ExitStack() as held:
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            for left in [path for path in parent.iterdir() if path.name.startswith(prefix)]:
+                shutil.rmtree(left, ignore_errors=True)
+            weights = held.enter_context(scratch_directory(prefix, parent))
+        except OSError as error:
+            why = error.strerror or error
+            raise ConfigError(
+                f"weights.dir: cannot write {parent}: {why}; name a directory that can be written"
+            ) from None
+        yield weights

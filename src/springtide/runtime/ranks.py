@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from springtide.process import SILENT_S, Process, ProcessFailed, start_process, task_group
+from springtide.process import Process, ProcessFailed, start_process, task_group
 from springtide.wire import ConnectionLost, DeadlineExceeded
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Rank:
         socket_path: str,
         start_s: float,
         restart: bool,
-        silent_s: float = SILENT_S,
+        silent_s: float,
         prepare: Callable[[Rank], Awaitable[None]] | None = None,
     ) -> None:
         self.name, self._entry, self._args = name, entry, args

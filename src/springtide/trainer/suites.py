@@ -9,16 +9,14 @@ Called by: `trainer.start`; the child runs `main`.
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from springtide.env.guard import authored
 from springtide.env.local import BLOCK_S
 from springtide.env.registry import load_suite
 from springtide.env.suite import SuiteError
-from springtide.process import Process, start_process
+from springtide.process import Process, scratch_directory, start_process
 from springtide.wire import ConnectionLost, DeadlineExceeded, Peer, RemoteError, serve
 
 if TYPE_CHECKING:  # the child needs no configuration
@@ -32,8 +30,8 @@ async def name_suites(entries: Sequence[SuiteEntry], *, import_s: float, tasks_s
     than `tasks_s` is ended.
     """
     names = []
-    with tempfile.TemporaryDirectory(prefix="springtide-suites-") as directory:
-        log = Path(directory, "log")
+    with scratch_directory("springtide-suites-") as directory:
+        log = directory / "log"
         async with start_process("suites", "springtide.trainer.suites:main", {}, log_path=log) as child:
             for entry in entries:
                 names.append(await _ask(child, entry.use, "its import", import_s, "name"))
