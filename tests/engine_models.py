@@ -20,12 +20,27 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GEMMA = {  # a window shorter than the contexts, two rotary bases, a head size and a query scale of their own
+    "head_dim": 24,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 19,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3-untied": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": False, "num_attention_heads": 6}),
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 4, "hidden_size": 64}),
     "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
+    "qwen3-window": (
+        "Qwen3",
+        {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 2, "head_dim": 16},
+    ),
+    "gemma3": ("Gemma3", GEMMA),
 }
 
 
@@ -54,7 +69,8 @@ def tiny(kind: str = "qwen3", seed: int = 0) -> Tiny:
 
     torch.set_num_threads(1)
     name, options = KINDS[kind]
-    config = getattr(transformers, f"{name}Config")(
+    settings = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
+    config = settings(
         **{
             "vocab_size": VOCABULARY,
             "hidden_size": 48,

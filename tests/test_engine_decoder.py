@@ -17,6 +17,7 @@ from springtide.models.decoder import (
     read_checkpoint,
     sequence_logprobs,
 )
+from springtide.models.presets import _expected_shapes, check_weights
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -33,9 +34,9 @@ def test_states_of_some_tokens_are_those_of_a_whole_pass_and_their_last_layer_al
     class Counts(DenseKernels):
         tokens = 0
 
-        def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
             self.tokens += len(gate_up)
-            return super().silu_mul(gate_up)
+            return super().gate(gate_up)
 
     decoder = Decoder(DecoderConfig.read(tiny(kind).path), read_checkpoint(tiny(kind).path))
     ids, rows = torch.tensor(random_ids(np.random.default_rng(2), 90)), torch.tensor([89, 3, 40])
@@ -70,10 +71,11 @@ def test_sharded_and_bfloat16_checkpoints_are_read(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "known: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "known: Gemma3ForCausalLM, LlamaForCausalLM, Qwen2ForCausalLM"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type yarn is unknown"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"hidden_act": "gelu"}, "hidden_act gelu"),
+        ({"use_sliding_window": True, "layer_types": ["chunked_attention"] * 3}, "layer type chunked_attention"),
+        ({"hidden_act": "gelu"}, "activation gelu is unknown"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ],
 )
 def test_what_it_cannot_run_is_one_clear_line(change: dict, says: str) -> None:
@@ -94,9 +96,40 @@ def test_a_missing_or_misshapen_weight_is_named() -> None:
         Decoder(config, {**tensors, name: tensors[name].t()})
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_shapes_checked_before_a_run_are_those_of_the_weights(kind: str) -> None:
+    path = tiny(kind).path
+    check_weights(path)
+    expected = _expected_shapes(json.loads((path / "config.json").read_text()))
+    checked = {n for n in read_checkpoint(path) if not n.endswith((".bias", "q_norm.weight", "k_norm.weight"))}
+    assert checked == expected.keys()
+
+
 def test_older_rope_settings_mean_the_same() -> None:
     """transformers 5 writes rope_parameters; checkpoints of earlier versions have rope_theta and rope_scaling."""
     data = json.loads((tiny("llama").path / "config.json").read_text())
     scaling = dict(data.pop("rope_parameters"))
     old = {**data, "rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
     assert DecoderConfig.parse(old).rope == DecoderConfig.read(tiny("llama").path).rope
+
+
+SIZES = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 8, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {},
+        {"sliding_window_pattern": 2, "sliding_window": 64, "head_dim": 32, "query_pre_attn_scalar": 168},
+        {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {"rope_scaling": None, "final_logit_softcapping": None, "use_bidirectional_attention": False},
+    ],
+)
+def test_what_a_gemma_config_leaves_out_is_as_transformers_fills_it_in(written: dict) -> None:
+    """google's own config.json of Gemma 3 1B names neither the types of its layers nor that its embeddings are tied."""
+    from transformers import Gemma3TextConfig
+
+    short = {"architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 1, **SIZES, **written}
+    full = Gemma3TextConfig(**short).to_dict()
+    assert full["layer_types"] and full["rope_parameters"]["sliding_attention"]
+    assert DecoderConfig.parse(short) == DecoderConfig.parse(full)

@@ -21,6 +21,8 @@ def resolve_model(name: str, *, key: str = "model.path") -> Path:
     """A shipped model by name, or a directory with a `config.json`. Raises: ModelNotFound."""
     directory = Path(str(files("springtide.models") / name)) if name in SHIPPED else Path(name)
     if not (directory / "config.json").is_file():
+        if (directory / "adapter_config.json").is_file():
+            raise ModelNotFound(f"{key}: {name!r} is an adapter, no model; merge it: springtide export {name} DIR")
         raise ModelNotFound(
             f"{key}: {name!r} is neither a directory with a config.json nor a shipped model ({', '.join(SHIPPED)})"
         )
@@ -96,16 +98,18 @@ def _shapes(file: Path) -> dict[str, list[int]]:
 
 
 def _expected_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
-    """What the tensors of a Llama, Qwen2 or Qwen3 must measure; empty for others, which the engine names itself."""
+    """What the tensors of a decoder the engine runs must measure; empty for others, which the engine names itself."""
     kind = (config.get("architectures") or [""])[0]
-    if kind not in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+    gemma = kind == "Gemma3ForCausalLM"
+    if not gemma and kind not in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
         return {}
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-    size = config.get("head_dim") or hidden // heads
+    size = config.get("head_dim") or (256 if gemma else hidden // heads)
     queries, keys = heads * size, (config.get("num_key_value_heads") or heads) * size
     shapes = {"model.embed_tokens.weight": [config["vocab_size"], hidden], "model.norm.weight": [hidden]}
-    if not config.get("tie_word_embeddings", False):
+    if not config.get("tie_word_embeddings", gemma):
         shapes["lm_head.weight"] = [config["vocab_size"], hidden]
+    more = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if gemma else ()
     for layer in range(config["num_hidden_layers"]):
         for name, shape in (
             ("self_attn.q_proj", [queries, hidden]),
@@ -117,6 +121,7 @@ def _expected_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
             ("mlp.down_proj", [hidden, inner]),
             ("input_layernorm", [hidden]),
             ("post_attention_layernorm", [hidden]),
+            *((name, [hidden]) for name in more),
         ):
             shapes[f"model.layers.{layer}.{name}.weight"] = shape
     return shapes

@@ -1,7 +1,8 @@
 """The engine's kernels in plain PyTorch: paged attention, and sampling with log-probs. Any device.
 
 Owns: the KV pool's memory on this path, and what one pass over a mixed batch needs to know (`Pass`). Invariants:
-a token attends to exactly its own slot's positions up to its own; sampling never holds more than `_SCORES` scores.
+a token attends to its own slot's positions up to its own, within the layer's window; sampling never holds more than
+`_SCORES` scores.
 Called by: `engine.local.core`. `engine.local.native` computes the same on CPUs, faster.
 """
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from springtide.engine.local.kv import BLOCK
-from springtide.models.decoder import Decoder, DecoderConfig, Kernels, Layer, RotaryTable, TorchKernels
+from springtide.models.decoder import Decoder, DecoderConfig, Kernels, Layer, TorchKernels, visible
 
 _SCORES = 1 << 22  # scores (tokens x vocabulary) that exist at once: 16 MiB of float32
 
@@ -59,7 +60,8 @@ class TorchPaged(TorchKernels):
     """Gathers each decode batch's blocks, then one batched attention; prompt chunks run one by one."""
 
     def __init__(self, config: DecoderConfig, blocks: int, positions: int, dtype: torch.dtype, device: str) -> None:
-        super().__init__(config, RotaryTable(config, positions, device))
+        super().__init__(config, positions, device)
+        self._windows = sorted(set(config.windows))
         shape = (config.layers, blocks, config.kv_heads, BLOCK, config.head_dim)
         self._device = torch.device(device)
         self._k = torch.zeros(shape, dtype=dtype, device=device)
@@ -77,17 +79,17 @@ class TorchPaged(TorchKernels):
             lengths = positions[: batch.decode] + 1
             used = -(-int(lengths.max()) // BLOCK)
             self._decode_blocks = tables[slots[: batch.decode], :used].long().to(self._device)
-            mask = torch.arange(used * BLOCK)[None, :] < lengths[:, None]
-            self._decode_mask = mask[:, None, None, :].to(self._device)
+            at = (lengths - 1).to(self._device)
+            self._decode_masks = {w: visible(at, used * BLOCK, w)[:, None, None] for w in self._windows}
         for first, count in batch.runs:
             length = int(positions[first]) + count
             blocks = tables[slots[first], : -(-length // BLOCK)].long().to(self._device)
-            mask = torch.arange(length)[None, :] <= positions[first : first + count, None]
-            self._chunks.append((first, count, length, blocks, mask.to(self._device)))
+            masks = {w: visible(self._positions[first : first + count], length, w) for w in self._windows}
+            self._chunks.append((first, count, length, blocks, masks))
 
     def attention(self, index: int, layer: Layer, qkv: Tensor) -> Tensor:
-        c = self.config
-        q, k, v = self.heads(layer, qkv, self._positions)
+        c, window = self.config, self.config.windows[index]
+        q, k, v = self.heads(index, layer, qkv, self._positions)
         keys, values = self._k[index], self._v[index]
         keys[self._write_block, :, self._write_place] = k
         values[self._write_block, :, self._write_place] = v
@@ -97,13 +99,17 @@ class TorchPaged(TorchKernels):
             # The query heads of one KV head stand where a prompt's tokens would, so nothing is repeated.
             grouped = q[:n].view(n, c.kv_heads, -1, c.head_dim)
             k, v = self._gather(keys, self._decode_blocks), self._gather(values, self._decode_blocks)
-            attended = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=self._decode_mask)
+            attended = functional.scaled_dot_product_attention(
+                grouped, k, v, attn_mask=self._decode_masks[window], scale=c.query_scale
+            )
             out[:n] = attended.reshape(n, c.heads, c.head_dim)
-        for first, count, length, blocks, mask in self._chunks:
+        for first, count, length, blocks, masks in self._chunks:
             k = self._gather(keys, blocks[None])[:, :, :length]
             v = self._gather(values, blocks[None])[:, :, :length]
             rows = q[first : first + count].transpose(0, 1)[None]
-            attended = functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask, enable_gqa=True)
+            attended = functional.scaled_dot_product_attention(
+                rows, k, v, attn_mask=masks[window], enable_gqa=True, scale=c.query_scale
+            )
             out[first : first + count] = attended[0].transpose(0, 1)
         return out.view(len(qkv), -1)
 

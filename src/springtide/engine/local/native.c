@@ -60,12 +60,13 @@ void st_rms_norm(const float *x, const float *weight, float *out, long n, long d
     }
 }
 
-/* gate_up [n, 2 m] -> out [n, m] */
-void st_silu_mul(const float *gate_up, float *out, long n, long m) {
+/* gate_up [n, 2 m] -> out [n, m]. gelu_tanh(g) is g * sigmoid(2 u) with GELU's u, silu(g) is g * sigmoid(g). */
+void st_gate(const float *gate_up, float *out, long n, long m, long gelu) {
+    const float a = gelu ? 1.5957691216057308f : 1.0f, b = gelu ? 0.044715f : 0.0f;
     for (long row = 0; row < n; row++, gate_up += 2 * m, out += m)
         for (long i = 0; i < m; i++) {
-            float g = gate_up[i], e = exp_(-fabsf(g));
-            out[i] = g * (g >= 0 ? 1.0f : e) / (1.0f + e) * gate_up[m + i];
+            float g = gate_up[i], z = a * g * (1.0f + b * g * g), e = exp_(-fabsf(z));
+            out[i] = g * (z >= 0 ? 1.0f : e) / (1.0f + e) * gate_up[m + i];
         }
 }
 
@@ -82,11 +83,12 @@ static inline void head(const float *x, float *out, long dim, const float *norm,
     }
 }
 
-/* qkv [n, (heads + 2 kv_heads) dim] -> queries [n, heads, dim], scaled; keys and values go to the slot's block. */
+/* qkv [n, (heads + 2 kv_heads) dim] -> queries [n, heads, dim], times scale; keys and values go to the slot's block. */
 void st_heads(const float *qkv, float *queries, float *keys, float *values, const float *q_norm, const float *k_norm,
-              float eps, const float *cos, const float *sin, const int32_t *slots, const int32_t *positions,
-              const int32_t *tables, long table_width, long n, long heads, long kv_heads, long dim) {
-    float scale = 1.0f / sqrtf((float)dim), rotated[dim];
+              float eps, float scale, const float *cos, const float *sin, const int32_t *slots,
+              const int32_t *positions, const int32_t *tables, long table_width, long n, long heads, long kv_heads,
+              long dim) {
+    float rotated[dim];
     for (long row = 0; row < n; row++) {
         long position = positions[row], place = position % BLOCK;
         long block = tables[slots[row] * table_width + position / BLOCK];
@@ -102,12 +104,13 @@ void st_heads(const float *qkv, float *queries, float *keys, float *values, cons
     }
 }
 
-/* Attention of `rows` (<= ROWS, constant) query rows with one KV head of one sequence. limits[r]: keys row r sees.
+/* Attention of `rows` (<= ROWS, constant) query rows with one KV head of one sequence. Row r sees the keys from
+ * starts[r] to before limits[r], counted from the table's first; both ascend, and starts[0] is in its first block.
  * after_keys, after_table: what the next call reads first; fetched at the end, so that no call starts cold. */
 static inline __attribute__((always_inline)) void tile(
-    const long rows, const long dim, const float **q, float **out, const long *limits, const float *keys,
-    const float *values, const int32_t *table, const float *after_keys, const int32_t *after_table, long stride,
-    float *scores, long width) {
+    const long rows, const long dim, const float **q, float **out, const long *starts, const long *limits,
+    const float *keys, const float *values, const int32_t *table, const float *after_keys, const int32_t *after_table,
+    long stride, float *scores, long width) {
     long longest = limits[rows - 1], blocks = (longest + BLOCK - 1) / BLOCK;
     for (long b = 0; b < blocks; b++) {
         const float *k = keys + table[b] * stride;
@@ -130,8 +133,9 @@ static inline __attribute__((always_inline)) void tile(
         }
     }
     for (long r = 0; r < rows; r++) {
-        float *s = scores + r * width, most = s[0], sum = 0;
+        float *s = scores + r * width, most = -INFINITY, sum = 0;
         long padded = blocks * BLOCK;
+        for (long i = 0; i < starts[r]; i++) s[i] = -INFINITY;
         for (long i = limits[r]; i < padded; i++) s[i] = -INFINITY;
         v8 top = *(v8 *)s;
         for (long i = 8; i < padded; i += 8) top = greater(*(v8 *)(s + i), top);
@@ -170,8 +174,8 @@ static inline __attribute__((always_inline)) void tile(
 static inline __attribute__((always_inline)) void attend(
     const long dim, const float *queries, const float *keys, const float *values, const int32_t *slots,
     const int32_t *positions, const int32_t *tables, long table_width, const int64_t *runs, long n_runs, long heads,
-    long kv_heads, float *out, float *scores, long width) {
-#define TILE(R) tile(R, dim, q, o, limits, k, v, table, after, after_table, stride, scores, width)
+    long kv_heads, long window, float *out, float *scores, long width) {
+#define TILE(R) tile(R, dim, q, o, starts, limits, k, v, table + skipped, after, after_table, stride, scores, width)
     long group = heads / kv_heads, stride = kv_heads * dim * BLOCK;
     for (long run = 0; run < n_runs; run++) {
         long first = runs[2 * run], count = runs[2 * run + 1];
@@ -184,12 +188,16 @@ static inline __attribute__((always_inline)) void attend(
             for (long row = 0; row < count * group;) {
                 const float *q[ROWS];
                 float *o[ROWS];
-                long limits[ROWS], left = count * group - row, rows = left >= 4 ? 4 : (left >= 2 ? 2 : 1);
+                long starts[ROWS], limits[ROWS], skipped = 0; /* blocks that lie before every row's window */
+                long left = count * group - row, rows = left >= 4 ? 4 : (left >= 2 ? 2 : 1);
                 for (long r = 0; r < rows; r++) {
                     long token = first + (row + r) / group, at = (token * heads + kv * group + (row + r) % group) * dim;
                     q[r] = queries + at;
                     o[r] = out + at;
-                    limits[r] = positions[token] + 1;
+                    long limit = positions[token] + 1, start = window && limit > window ? limit - window : 0;
+                    if (r == 0) skipped = start / BLOCK;
+                    starts[r] = start - skipped * BLOCK;
+                    limits[r] = limit - skipped * BLOCK;
                 }
                 if (rows == 4) TILE(4);
                 else if (rows == 2) TILE(2);
@@ -201,21 +209,22 @@ static inline __attribute__((always_inline)) void attend(
 }
 
 /* queries [n, heads, dim] -> out. runs [n_runs, 2]: first row and count of tokens of one slot. longest: keys at most.
- * Returns 0, or 1 if there is no memory. */
+ * window: the last keys a token sees, itself included; 0: all. Returns 0, or 1 if there is no memory. */
 int st_attend(const float *queries, const float *keys, const float *values, const int32_t *slots,
               const int32_t *positions, const int32_t *tables, long table_width, const int64_t *runs, long n_runs,
-              long heads, long kv_heads, long dim, long longest, float *out) {
+              long heads, long kv_heads, long dim, long longest, long window, float *out) {
     long width = (longest + BLOCK - 1) / BLOCK * BLOCK;
     float *scores = malloc(ROWS * width * sizeof(float));
     if (!scores) return 1;
 #define ATTEND(D)                                                                                                      \
-    attend(D, queries, keys, values, slots, positions, tables, table_width, runs, n_runs, heads, kv_heads, out, scores, \
-           width)
+    attend(D, queries, keys, values, slots, positions, tables, table_width, runs, n_runs, heads, kv_heads, window, out, \
+           scores, width)
     switch (dim) {
         case 16: ATTEND(16); break;
         case 32: ATTEND(32); break;
         case 64: ATTEND(64); break;
         case 128: ATTEND(128); break;
+        case 256: ATTEND(256); break; /* Gemma 3's */
         default: ATTEND(dim);
     }
     free(scores);

@@ -38,9 +38,9 @@ _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-sha
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 _SIGNATURES = {
     "st_rms_norm": [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT],
-    "st_silu_mul": [_POINTER] * 2 + [_LONG] * 2,
-    "st_heads": [_POINTER] * 6 + [_FLOAT] + [_POINTER] * 5 + [_LONG] * 5,
-    "st_attend": [_POINTER] * 6 + [_LONG, _POINTER] + [_LONG] * 5 + [_POINTER],
+    "st_gate": [_POINTER] * 2 + [_LONG] * 3,
+    "st_heads": [_POINTER] * 6 + [_FLOAT] * 2 + [_POINTER] * 5 + [_LONG] * 5,
+    "st_attend": [_POINTER] * 6 + [_LONG, _POINTER] + [_LONG] * 6 + [_POINTER],
     "st_sample": [_POINTER] * 5 + [_LONG] * 2,
 }
 
@@ -101,7 +101,7 @@ class NativePaged:
 
     def __init__(self, config: DecoderConfig, blocks: int, positions: int, loaded: ctypes.CDLL) -> None:
         self.config, self._c = config, loaded
-        self._rotary = RotaryTable(config, positions)
+        self._rotary = RotaryTable.by_layer(config, positions)
         shape = (config.layers, blocks, config.kv_heads * config.head_dim * BLOCK)
         self._k, self._v = _zeros(shape), _zeros(shape)
         self._layers = [(self._k[i].data_ptr(), self._v[i].data_ptr()) for i in range(config.layers)]
@@ -126,10 +126,10 @@ class NativePaged:
         self._c.st_rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], eps)
         return out
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gate(self, gate_up: Tensor) -> Tensor:
         n, m = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((n, m))
-        self._c.st_silu_mul(gate_up.data_ptr(), out.data_ptr(), n, m)
+        self._c.st_gate(gate_up.data_ptr(), out.data_ptr(), n, m, self.config.activation != "silu")
         return out
 
     def attention(self, index: int, layer: Layer, qkv: Tensor) -> Tensor:
@@ -145,8 +145,9 @@ class NativePaged:
             None if layer.q_norm is None else layer.q_norm.data_ptr(),
             None if layer.k_norm is None else layer.k_norm.data_ptr(),
             c.eps,
-            self._rotary.cos.data_ptr(),
-            self._rotary.sin.data_ptr(),
+            c.query_scale,
+            self._rotary[index].cos.data_ptr(),
+            self._rotary[index].sin.data_ptr(),
             *self._place,
             width,
             n,
@@ -166,6 +167,7 @@ class NativePaged:
             c.kv_heads,
             c.head_dim,
             self._longest,
+            c.windows[index],
             out.data_ptr(),
         )
         if failed:
