@@ -245,7 +245,7 @@ def _kind(option: dict[str, Any]) -> str:
     if "enum" in option:
         return ", ".join(f"`{json.dumps(v)}`" for v in option["enum"])
     if option["type"] == "array":
-        return f"{len(option['prefixItems'])} numbers"
+        return f"{len(option['prefixItems'])} numbers" if "prefixItems" in option else "list of text"
     names = {"string": "text", "boolean": "`true`, `false`"}
     bounds = (("exclusiveMinimum", ">"), ("minimum", "≥"), ("exclusiveMaximum", "<"), ("maximum", "≤"))
     limits = [f"{sign} {option[key]:g}" for key, sign in bounds if key in option]

@@ -124,7 +124,7 @@ def evaluate(
     if budget is not None:
         _check_budget(target, budget)
     level = level or default_level(target, suite)
-    config, path = _eval_config(target, suite, split, level, max_new_tokens, seed)
+    config, path, adapter = _eval_config(target, suite, split, level, max_new_tokens, seed)
     load_suite(suite).select(split, level)
     if path is not None:
         check_vocab(load_chat(path, config.model.tool_format), vocab_size(path))
@@ -147,7 +147,9 @@ def evaluate(
                 env = await stack.enter_async_context(LocalClient(runner.addresses))
                 play = functools.partial(play_endpoint, env=env, endpoint=endpoint)
             else:
-                runtime = await stack.enter_async_context(open_runtime(config, directory.path, path, checkpoint=None))
+                runtime = await stack.enter_async_context(
+                    open_runtime(config, directory.path, path, checkpoint=adapter)
+                )
                 await runtime.trainer.call("publish", deadline_s=600, version=0)
                 await runtime.load(0)
                 env, play = runtime.catalog, functools.partial(play_once, runtime.pool)
@@ -191,11 +193,12 @@ def _check_temperature(value: Any) -> None:
 
 def _eval_config(
     target: str | Path, suite: str, split: str, level: str, max_new_tokens: int | None, seed: int
-) -> tuple[Config, Path | None]:
-    """The configuration to evaluate under, and the model's directory (None for an endpoint)."""
+) -> tuple[Config, Path | None, Path | None]:
+    """The configuration to evaluate under, the model's directory (None for an endpoint), and a checkpoint's adapter."""
     text = str(target)
     base: dict[str, Any] = {}
     path: Path | None = None
+    adapter: Path | None = None
     if text.startswith(("http://", "https://")):
         try:
             check_url(text)
@@ -209,6 +212,9 @@ def _eval_config(
                 raise ConfigError(f"{text} has no checkpoint yet")
             run = load_config(directory.config)
             base, path = {"model": run.model.model_dump(), "rollout": run.rollout.model_dump()}, saved[0]
+            if run.trainer.lora.rank:
+                base["trainer"] = run.trainer.model_dump()
+                path, adapter = resolve_model(run.model.path), saved[0]
         else:
             path = resolve_model(text)
             if text in SHIPPED:
@@ -217,4 +223,4 @@ def _eval_config(
     base["run"] = {"name": "eval", "seed": seed}
     if max_new_tokens is not None:
         base.setdefault("rollout", {})["max_new_tokens"] = max_new_tokens
-    return make_config(base), path
+    return make_config(base), path, adapter

@@ -200,6 +200,16 @@ class ColdStart(Table):
     lr: LearningRate = Field(1e-3, description="learning rate of the cold start")
 
 
+class Lora(Table):
+    rank: Natural = Field(0, description="of the trained update of each frozen layer; 0: all weights are trained")
+    alpha: float = Field(32.0, gt=0, le=1e6, description="the update is scaled by alpha / rank")
+    targets: tuple[str, ...] = Field(
+        ("all",),
+        min_length=1,
+        description="its layers, as q_proj or mlp.up_proj; all: every linear one but the head",
+    )
+
+
 class Trainer(Table):
     groups: Positive = Field(24, description="groups an optimiser step consumes")
     micro_tokens: Positive = Field(8192, description="padded tokens in one forward pass")
@@ -217,6 +227,7 @@ class Trainer(Table):
     checkpoint_keep: Positive = Field(2, description="newest checkpoints kept")
     device: str = Field("cpu", description="the torch device of the trainer")
     cold_start: ColdStart = ColdStart()
+    lora: Lora = Lora()
 
 
 class Reference(Table):

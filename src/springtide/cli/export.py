@@ -1,4 +1,4 @@
-"""`springtide export RUN|CHECKPOINT DIR`: a plain Hugging Face directory."""
+"""`springtide export RUN|CHECKPOINT DIR [--adapter] [--base MODEL]`: a plain Hugging Face directory, or an adapter."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from springtide.config import ConfigError
 def command(
     source: Annotated[Path, typer.Argument(help="a run directory (its newest checkpoint) or a checkpoint")],
     target: Annotated[Path, typer.Argument(help="where to write; must not exist")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="of LoRA: the adapter alone, as peft reads it")] = False,
+    base: Annotated[str | None, typer.Option(help="of LoRA: where the base model lies now, if it was moved")] = None,
 ) -> None:
-    """Write a checkpoint's model as a directory that transformers (and vLLM) loads."""
+    """Write a checkpoint's model as a directory that transformers (and vLLM) loads. What LoRA trained is merged."""
+    from springtide.models.presets import resolve_model
     from springtide.rundir import RunDirectory
-    from springtide.trainer.checkpoint import EXTRA, MANIFEST, OPTIMIZER, STATE, new_directory, verify
+    from springtide.trainer.checkpoint import ADAPTER, EXTRA, MANIFEST, OPTIMIZER, STATE, new_directory, verify
 
     directory = RunDirectory(source)
     saved = directory.saved()
@@ -27,6 +30,15 @@ def command(
     if target.exists():
         raise ConfigError(f"{target} exists; name a new directory")
     verify(checkpoint)
+    lora = (checkpoint / ADAPTER).exists()
+    if not lora and (adapter or base):
+        raise ConfigError(f"{checkpoint} holds whole weights; --adapter and --base are for runs with trainer.lora.rank")
+    if lora and not adapter:
+        from springtide.trainer.rank import export_merged
+
+        export_merged(checkpoint, target, resolve_model(base, key="--base") if base else None)
+        print(f"{checkpoint} -> {target}")
+        return
     ours = {MANIFEST, OPTIMIZER, STATE, EXTRA}
     try:
         with new_directory(target) as scratch:

@@ -2,6 +2,7 @@
 
 A checkpoint is a Hugging Face model directory (weights, configuration, tokenizer files) plus `optimizer.pt`,
 `state.json` (the rank's), `extra.json` (its caller's) and `manifest.json`, the sha256 and size of every other file.
+Where LoRA is trained it holds the adapter instead of the model, as `peft` reads it (`lora`).
 Invariants: a directory appears under its name only once all its files and the manifest are on disk; `verify` reads
 every byte before anything is loaded.
 Called by: the trainer rank (save, load), the driver (verify, read_state before it resumes).
@@ -21,6 +22,7 @@ from typing import Any
 from springtide.trace import atomic_write
 
 MANIFEST, STATE, EXTRA, OPTIMIZER = "manifest.json", "state.json", "extra.json", "optimizer.pt"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # What makes a model directory usable beside its weights; copied where present.
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -494,23 +494,27 @@ class Driver:
         """The files of log-probs that the step's loss needs, each written by a rank of its own."""
         files: dict[str, str] = {}
         async with task_group() as tasks:  # one that fails ends the other's call
-            for key, rank, version in (
-                ("ref_logprobs", self._runtime.reference if self.config.algorithm.kl_in == "loss" else None, None),
-                ("old_logprobs", self._runtime.proximal, self._versions.current),
-            ):
+            reference = self._runtime.reference if self.config.algorithm.kl_in == "loss" else None
+            whose: tuple[tuple[str, Any, dict[str, Any]], ...] = (
+                ("ref_logprobs", reference, {"reference": True}),
+                ("old_logprobs", self._runtime.proximal, {"version": self._versions.current}),
+            )
+            for key, rank, weights in whose:
                 if rank is not None:
                     out = files[key] = str(self.directory.path / f"{key}.msgpack")
-                    tasks.create_task(rank.call("logprobs", deadline_s=_STEP_S, items=items, out=out, version=version))
+                    tasks.create_task(rank.call("logprobs", deadline_s=_STEP_S, items=items, out=out, **weights))
         return files
 
     async def open_frozen(self) -> None:
         """Give the reference the weights of the run's start, and the proximal policy a model to pull into."""
         start = self.directory.path / "start"
-        configured = self.config.reference.path
-        if self._runtime.reference is not None and not start.exists() and configured is None:
+        configured, reference = self.config.reference.path, self._runtime.reference
+        if reference is self._runtime.trainer:
+            reference = None  # it has them
+        if reference is not None and not start.exists() and configured is None:
             await self._runtime.trainer.call("export", deadline_s=_STEP_S, path=str(start))
         for rank, model in (
-            (self._runtime.reference, str(resolve_model(configured)) if configured else str(start)),
+            (reference, str(resolve_model(configured)) if configured else str(start)),
             (self._runtime.proximal, str(self._runtime.model_dir)),
         ):
             if rank is not None:

@@ -20,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from springtide.config import Lora
 from springtide.trainer.data import Row
+from springtide.trainer.lora import Adapter
 from springtide.trainer.packing import MicroBatch, Tree, collate
 
 
@@ -33,6 +35,7 @@ class Policy:
 
     def __init__(self, model: PreTrainedModel, directory: Path) -> None:
         self.model, self.directory = model.eval(), directory
+        self.adapter: Adapter | None = None
         self._body = model.base_model
         self.head = model.get_output_embeddings()
         if self.head is None:
@@ -49,11 +52,24 @@ class Policy:
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The trained parameters, tied ones once, in checkpoint order."""
-        return list(self.model.parameters())
+        return list(self.trained().values())
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """The same by name: all weights, or an adapter's."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights by checkpoint name, tied ones once, detached (not copied)."""
-        return {name: p.detach() for name, p in self.model.named_parameters()}
+        """The weights by checkpoint name, tied ones once, detached (not copied, but merged where an adapter is)."""
+        parameters = {name: p.detach() for name, p in self.model.named_parameters()}
+        return self.adapter.merge(parameters) if self.adapter else parameters
+
+    def adapt(self, config: Lora, seed: int) -> Adapter:
+        """From now on only an adapter is trained. Raises: ModelError for targets that are not there."""
+        try:
+            self.adapter = Adapter(self.model, config, seed)
+        except ValueError as error:
+            raise ModelError(f"{self.directory}: {error}") from None
+        return self.adapter
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Overwrite all weights in place. Raises: ModelError if names or shapes disagree."""

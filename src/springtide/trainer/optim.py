@@ -35,7 +35,7 @@ class Optimizer:
 
     def __init__(self, policy: Policy, config: Trainer) -> None:
         self._config, self._parameters, self.steps = config, policy.parameters(), 0
-        self._names = list(policy.tensors())
+        self._names = list(policy.trained())
         common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
         rest = self._parameters
         self._parts: list[torch.optim.Optimizer] = []
@@ -49,9 +49,8 @@ class Optimizer:
             {"params": [p for p in rest if p.ndim >= 2]},
             {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
         ]
-        self._parts.append(
-            torch.optim.AdamW([g for g in groups if g["params"]], betas=config.betas, foreach=True, **common)
-        )
+        if groups := [g for g in groups if g["params"]]:  # none where Muon has all, as those of an adapter
+            self._parts.append(torch.optim.AdamW(groups, betas=config.betas, foreach=True, **common))
 
     def apply(self, loss_sum: float, denominator: int, lr: float | None = None) -> StepResult:
         """Take one step from the gradient sums in `.grad`, divided by `denominator`; then clear them.

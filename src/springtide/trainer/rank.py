@@ -31,6 +31,7 @@ from springtide.trace import version_step
 from springtide.trainer import checkpoint as files
 from springtide.trainer.checkpoint import CheckpointError
 from springtide.trainer.data import DataError, StepData, load_step, write_logprobs
+from springtide.trainer.lora import read_adapter
 from springtide.trainer.model import Policy, load_policy
 from springtide.trainer.optim import Optimizer, StepResult
 from springtide.trainer.step import Shape, Sums, accumulate_policy, accumulate_supervised, compute_logprobs
@@ -97,7 +98,8 @@ class Rank:
         """Load the policy: from `checkpoint` if given, else from `model` (a Hugging Face directory).
 
         config: the resolved tree (`Config.model_dump(mode="json")`). store: directory of the weight store. A reference
-        has no optimiser. Returns `{parameters, vocab_size, steps, version, extra}`; extra is what `save` was given,
+        has no optimiser and no adapter; a trainer with one takes it from `checkpoint` and all else from `model`.
+        Returns `{parameters, vocab_size, steps, version, extra}`: trained parameters; extra is what `save` was given,
         None without a checkpoint. Raises: ModelError, CheckpointError, ConfigError.
         """
         self._config = make_config(config)
@@ -105,11 +107,17 @@ class Rank:
         torch.manual_seed(self._config.run.seed)
         torch.use_deterministic_algorithms(True, warn_only=True)
         state, extra = files.read_state(Path(checkpoint)) if checkpoint else ({}, None)
-        self._policy = load_policy(Path(checkpoint or model), self._config.trainer.device)
+        lora = self._config.trainer.lora if role == "trainer" and self._config.trainer.lora.rank else None
+        if checkpoint and bool(lora) != ("base" in state):
+            held = "an adapter" if "base" in state else "whole weights"
+            raise CheckpointError(f"{checkpoint} holds {held}; trainer.lora.rank must be what it was")
+        self._policy = load_policy(Path(model if lora else checkpoint or model), self._config.trainer.device)
+        if lora is not None:
+            self._policy.adapt(lora, self._config.run.seed)
         self._optimizer = Optimizer(self._policy, self._config.trainer) if role == "trainer" else None
         self.version = state.get("version", -1)
         if checkpoint and self._optimizer is not None:
-            self._restore(Path(checkpoint))
+            self._restore(Path(checkpoint), state)
         return {
             "parameters": sum(p.numel() for p in self._policy.parameters()),
             "vocab_size": self._policy.vocab_size,
@@ -178,6 +186,8 @@ class Rank:
             taken, queue = queue[:batch], queue[batch:]
             history.append(self.supervised(tuple(taken), lr))
         self._optimizer = Optimizer(policy, config.trainer)  # RL inherits neither moments nor step count
+        if policy.adapter is not None:
+            policy.adapter.mark_start()
         return {
             "steps": len(history),
             "loss_start": history[0]["loss"] if history else None,
@@ -188,10 +198,13 @@ class Rank:
             "seconds": time.perf_counter() - started,
         }
 
-    def logprobs(self, items: tuple[dict[str, Any], ...], out: str, version: int | None = None) -> dict[str, Any]:
+    def logprobs(
+        self, items: tuple[dict[str, Any], ...], out: str, version: int | None = None, reference: bool = False
+    ) -> dict[str, Any]:
         """Write the log-probs of the items' action tokens to the file `out`, under the present weights.
 
-        items: `{path, member}`. version: pull these weights first, if they are not the present ones. Temperature: the
+        items: `{path, member}`. version: pull these weights first, if they are not the present ones. reference: by the
+        KL reference instead, which a trainer with an adapter has in itself (see `_reference`). Temperature: the
         rollout's. Returns `{loss_tokens, tokens, seconds, version}`.
         """
         policy, config = self._ready()
@@ -199,7 +212,8 @@ class Rank:
         if version is not None and version != self.version:
             self.pull(version)
         data = load_step(items, config.algorithm.aggregation)
-        arrays = compute_logprobs(policy, data, self._shape(config.rollout.temperature))
+        with self._reference() if reference else contextlib.nullcontext():
+            arrays = compute_logprobs(policy, data, self._shape(config.rollout.temperature))
         write_logprobs(Path(out), self.version, data.sequences, arrays)
         return {
             "loss_tokens": data.loss_tokens,
@@ -209,14 +223,15 @@ class Rank:
         }
 
     def kl(self, items: tuple[dict[str, Any], ...]) -> dict[str, Any]:
-        """How far what sampled each trajectory stands from this rank's policy, for a reward that pays for it.
+        """How far what sampled each trajectory stands from the KL reference, for a reward that pays for it.
 
         items: `{path, member}`. Returns `{kl}`: rows (visit, member, sum over its action tokens of the estimator
-        `algorithm.kl_estimator` of KL(pi_rollout || this policy), each within +-10 nats), and `kl_tokens`.
+        `algorithm.kl_estimator` of KL(pi_rollout || reference), each within +-10 nats), and `kl_tokens`.
         """
         policy, config = self._ready()
         data = load_step(items, config.algorithm.aggregation)
-        arrays = compute_logprobs(policy, data, self._shape(config.rollout.temperature))
+        with self._reference():
+            arrays = compute_logprobs(policy, data, self._shape(config.rollout.temperature))
         totals: defaultdict[tuple[int, int], float] = defaultdict(float)
         for row, logprobs in zip(data.sequences, arrays, strict=True):
             terms = estimate(torch.from_numpy(logprobs), torch.from_numpy(row.rollout), config.algorithm.kl_estimator)
@@ -253,9 +268,15 @@ class Rank:
         started = time.perf_counter()
         _need_finite(policy, (extra or {}).get("step", optimizer.steps))
         with files.new_directory(Path(path)) as scratch:
-            self._write_model(policy, scratch)
-            torch.save({"optimizer": optimizer.state(), "rng": torch.get_rng_state()}, scratch / files.OPTIMIZER)
-            state = {"steps": optimizer.steps, "version": self.version}
+            own: dict[str, Any] = {"optimizer": optimizer.state(), "rng": torch.get_rng_state()}
+            state: dict[str, Any] = {"steps": optimizer.steps, "version": self.version}
+            if (adapter := policy.adapter) is None:
+                self._write_model(policy, scratch)
+            else:
+                adapter.save(scratch, policy.directory)
+                files.copy_tokenizer(policy.directory, scratch)
+                own["start"], state["base"] = adapter.start, adapter.base
+            torch.save(own, scratch / files.OPTIMIZER)
             (scratch / files.STATE).write_text(json.dumps(state, indent=1))
             (scratch / files.EXTRA).write_text(json.dumps(extra or {}, indent=1))
         size = sum(p.stat().st_size for p in Path(path).iterdir())
@@ -284,9 +305,12 @@ class Rank:
         sums.seconds.update({"load_s": loaded - started, "optimizer_s": now - before, "total_s": now - started})
         return _figures(data, sums, result, optimizer.steps, self.refused)
 
-    def _restore(self, path: Path) -> None:
-        assert self._optimizer is not None
+    def _restore(self, path: Path, state: dict[str, Any]) -> None:
+        assert self._optimizer is not None and self._policy is not None
         saved = torch.load(path / files.OPTIMIZER, weights_only=True)
+        if (adapter := self._policy.adapter) is not None:
+            adapter.restore(path, state["base"])
+            adapter.mark_start(saved["start"])
         try:
             self._optimizer.load_state(saved["optimizer"])
         except ValueError as error:
@@ -295,8 +319,13 @@ class Rank:
 
     @staticmethod
     def _write_model(policy: Policy, directory: Path) -> None:
-        policy.model.save_pretrained(directory)
+        policy.model.save_pretrained(directory, state_dict=policy.tensors() if policy.adapter else None)
         files.copy_tokenizer(policy.directory, directory)
+
+    def _reference(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the policy is the KL reference: a trainer's adapter as the run began, or what this rank holds."""
+        policy, _ = self._ready()
+        return policy.adapter.at_start() if policy.adapter else contextlib.nullcontext()
 
     def _weights(self) -> WeightStore:
         if self._store is None:
@@ -317,6 +346,19 @@ class Rank:
         if self._optimizer is None:
             raise ValueError("this rank is a reference; only a trainer rank trains and saves")
         return policy, self._optimizer, config
+
+
+def export_merged(checkpoint: Path, target: Path, base: Path | None = None) -> None:
+    """Write the whole model that a checkpoint's adapter makes of its base (where it was, or `base`).
+
+    Raises: CheckpointError, ModelError.
+    """
+    state, _ = files.read_state(checkpoint)
+    config, place = read_adapter(checkpoint)
+    policy = load_policy(base or place)
+    policy.adapt(config, 0).restore(checkpoint, state["base"])
+    with files.new_directory(target) as scratch:
+        Rank._write_model(policy, scratch)
 
 
 def _need_tokens(data: StepData) -> None:
