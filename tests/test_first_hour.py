@@ -63,6 +63,7 @@ def two(tmp_path: Path) -> str:
 def go(config: Config) -> RunDirectory:
     """The run's directory, made or opened for a resume as a run would."""
     directory, lock = prepare(config, resume=(config.run_dir / "config.toml").exists())
+    directory.begin(config)
     lock.close()
     return directory
 

@@ -81,16 +81,68 @@ def test_a_rollback_makes_ready_what_the_checkpoint_does_not_hold(tmp_path: Path
     assert resumed.audit()["trained"] == 12
 
 
-def test_another_schema_or_a_damaged_file_is_one_clear_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            "UPDATE meta SET value = '0' WHERE key = 'schema'",
+            "schema 0, of an older .*start a new run, or end",
+        ),
+        (
+            "UPDATE meta SET value = '99' WHERE key = 'schema'",
+            "schema 99, written by a newer .*: update it",
+        ),
+        ("UPDATE meta SET value = 'one' WHERE key = 'schema'", "damaged"),
+        ("DELETE FROM meta WHERE key = 'schema'", "the ledger has no schema; it is damaged"),
+        ("ALTER TABLE attempts DROP COLUMN killed", "table attempts has columns .*though it says schema 1"),
+        ("ALTER TABLE visits RENAME COLUMN birth TO version", "table visits has columns"),
+        ("DROP TABLE rollbacks", r"table rollbacks has columns \[\]"),
+        ("DROP TABLE meta", "no such table: meta"),
+    ],
+)
+def test_a_ledger_of_another_version_is_refused_in_one_line_and_left_as_it_is(
+    tmp_path: Path, change: str, says: str
+) -> None:
     fresh(tmp_path).close()
-    with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
-        db.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
+    path = tmp_path / "ledger.sqlite"
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA journal_mode = DELETE")
+        db.execute(change)
     db.close()
-    with pytest.raises(LedgerError, match="schema 99"):
-        Ledger(tmp_path / "ledger.sqlite")
+    before = path.read_bytes()
+    for read_only in (True, False):
+        with pytest.raises(LedgerError, match=says) as raised:
+            Ledger(path, read_only=read_only)
+        assert "\n" not in str(raised.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["ledger.sqlite"]
+    assert path.read_bytes() == before
+
+
+def test_a_damaged_ledger_is_one_clear_line(tmp_path: Path) -> None:
+    ledger = fresh(tmp_path)
+    for visit in range(400):
+        ledger.draw(visit, TASK, visit, 8, 0)
+    ledger.close()
+    path = tmp_path / "ledger.sqlite"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 64] = b"\xff" * 64  # inside the visits, where nothing else would look
+    path.write_bytes(data)
+    with pytest.raises(LedgerError, match="damaged") as raised:
+        Ledger(path)
+    assert "\n" not in str(raised.value)
     (tmp_path / "bad").write_bytes(b"not a database at all, but long enough to be read as one" * 20)
     with pytest.raises(LedgerError, match="damaged"):
         Ledger(tmp_path / "bad")
+
+
+def test_what_a_later_incarnation_went_behind_does_not_survive(tmp_path: Path) -> None:
+    """A checkpoint that was passed over must not come back: what it learned was learned again since."""
+    ledger = fresh(tmp_path)
+    assert ledger.begin(step=10) == 1
+    assert ledger.survives(0, 10) and not ledger.survives(0, 11)
+    assert ledger.begin(step=30) == 2
+    assert ledger.survives(0, 10) and ledger.survives(1, 30) and not ledger.survives(1, 31)
+    assert ledger.survives(2, 99)
 
 
 def test_a_reader_changes_nothing_and_sees_what_a_killed_run_left_in_the_log(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from springtide.rundir import RunDirectory, prepare
 
 def _go(config: Config, *, resume: bool) -> RunDirectory:
     directory, lock = prepare(config, resume=resume)
+    directory.begin(config)
     lock.close()
     return directory
 

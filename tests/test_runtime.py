@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
 
 import pytest
+from tests.run_support import descendants
 
 from springtide.config import ConfigError, make_config
 from springtide.process import ProcessFailed
@@ -71,6 +73,37 @@ def test_a_stopped_rank_is_named_and_replaced_and_its_callers_hear_of_it(
     assert [r.message.split(" (")[0] for r in caplog.records] == [
         "engine-0 answered nothing for 0.5 s and was killed; it is started again"
     ]
+
+
+def test_a_rank_that_is_killed_while_it_starts_again_is_started_once_more(tmp_path: Path) -> None:
+    """Its second start was taken for a program that cannot start, and ended the run."""
+
+    async def run() -> None:
+        rank = _rank(tmp_path, "engine-0", restart=True)
+        async with keep_alive([rank]):
+            known: set[int] = set()
+            for kill in range(3):
+                pid = await _new_child(known)
+                if kill == 0:
+                    await rank.call("pid", deadline_s=5)  # up; the next two are killed before they listen
+                os.kill(pid, signal.SIGKILL)
+                known.add(pid)
+            while rank.restarts < 3:
+                await asyncio.sleep(0.01)
+            await rank.wait_up()
+            assert await rank.call("pid", deadline_s=5) not in known
+
+    asyncio.run(run())
+
+
+async def _new_child(known: set[int]) -> int:
+    """The process of a rank that is not among `known`, as soon as there is one."""
+    while True:
+        for pid in descendants(os.getpid()) - known:
+            with contextlib.suppress(OSError):
+                if b"springtide.process" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                    return pid
+        await asyncio.sleep(0.001)
 
 
 def test_a_stopped_rank_that_may_not_be_restarted_ends_the_run_by_name(tmp_path: Path) -> None:

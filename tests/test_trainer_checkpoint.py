@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +81,37 @@ def test_a_torn_checkpoint_is_detected(tmp_path):
     (tmp_path / "c" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="torn"):
         files.read_state(tmp_path / "c")
+
+
+def test_every_flipped_byte_of_the_manifest_and_every_cut_of_it_is_detected(tmp_path):
+    """What lists the others' sums has none of its own: whatever it says then, it must not be believed."""
+    open_rank(tiny_model(tmp_path / "model")).save(str(tmp_path / "c"))
+    path = tmp_path / "c" / "manifest.json"
+    whole = path.read_bytes()
+    small = {name: (tmp_path / "c" / name) for name in ("state.json", "extra.json", "optimizer.pt")}
+    entries = json.loads(whole)
+    path.write_text(json.dumps({name: entries[name] for name in small}))  # few files: thousands of readings
+    data = path.read_bytes()
+    files.verify(tmp_path / "c")
+    for at in range(len(data)):
+        for bit in (1, 16, 64):
+            path.write_bytes(data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :])
+            if _same_json(path.read_bytes(), data):
+                continue  # white space
+            with pytest.raises(CheckpointError) as raised:
+                files.verify(tmp_path / "c")
+            assert "\n" not in str(raised.value)
+    for text in (whole[: len(whole) // 2], b"", b"{}", b"[]", b"7", b"\xff\xfe", b'{"state.json": 3}'):
+        path.write_bytes(text)
+        with pytest.raises(CheckpointError):
+            files.verify(tmp_path / "c")
+
+
+def _same_json(a, b):
+    try:
+        return json.loads(a) == json.loads(b)
+    except ValueError:
+        return False
 
 
 def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_scratch(tmp_path):

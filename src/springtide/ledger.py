@@ -39,6 +39,7 @@ CREATE TABLE attempts (
     PRIMARY KEY (visit, member, retry));
 CREATE TABLE rollbacks (incarnation INTEGER PRIMARY KEY, to_step INTEGER NOT NULL, visits INTEGER NOT NULL, at REAL);
 """
+_NOT_ITS_CONTENT = tuple(f"SQLITE_{fault}" for fault in ("FULL", "IOERR", "BUSY", "LOCKED", "READONLY", "CANTOPEN"))
 
 
 class LedgerError(Exception):
@@ -68,14 +69,19 @@ class Ledger:
         self._db = sqlite3.connect(_read_only(path) if read_only else path, isolation_level=None, uri=read_only)
         try:
             if not read_only:
-                self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.execute("PRAGMA synchronous = NORMAL")
                 self._create()
-            found = int(self._get("schema"))
-        except sqlite3.DatabaseError as error:
-            raise LedgerError(f"{path} is not a ledger or is damaged: {error}") from None
-        if found != SCHEMA_VERSION:
-            raise LedgerError(f"{path} has schema {found}, this version writes {SCHEMA_VERSION}; start a new run")
+            self._check(path, whole=not read_only)
+            if not read_only:  # only now: another version's ledger stays as it is
+                self._db.execute("PRAGMA journal_mode = WAL")
+        except (sqlite3.DatabaseError, ValueError) as error:
+            self._db.close()
+            if getattr(error, "sqlite_errorname", "").startswith(_NOT_ITS_CONTENT):
+                raise
+            raise LedgerError(f"{path} is not a ledger or is damaged: {error}; start a new run") from None
+        except LedgerError:
+            self._db.close()
+            raise
 
     def close(self) -> None:
         self._db.close()
@@ -158,6 +164,11 @@ class Ledger:
                 self._db.execute("INSERT INTO rollbacks VALUES (?,?,?,?)", (incarnation, step, again, time.time()))
         return incarnation
 
+    def survives(self, incarnation: int, step: int) -> bool:
+        """Whether what `incarnation` had trained at `step` is what the run goes on from: no rollback went behind it."""
+        behind = "SELECT count(*) FROM rollbacks WHERE incarnation > ? AND to_step < ?"
+        return self._db.execute(behind, (incarnation, step)).fetchone()[0] == 0
+
     def retries_used(self, visit: int) -> dict[int, tuple[int, int]]:
         """member -> (the next retry number, failed attempts that count against its budget)."""
         rows = self._db.execute(
@@ -236,6 +247,31 @@ class Ledger:
             values = f"INSERT INTO meta VALUES ('schema', '{SCHEMA_VERSION}'), ('incarnation', '0');"
             self._db.executescript(f"BEGIN; {_SCHEMA} {values} COMMIT;")
 
+    def _check(self, path: Path, *, whole: bool) -> None:
+        """Refuse another version's ledger, and one that is not what was written. Raises: LedgerError."""
+        found = int(self._get("schema"))
+        if found > SCHEMA_VERSION:
+            raise LedgerError(
+                f"{path} has schema {found}, written by a newer Springtide; this one reads {SCHEMA_VERSION}: update it"
+            )
+        if found < SCHEMA_VERSION:  # there is none yet: from 2 on, this is where it is migrated
+            raise LedgerError(
+                f"{path} has schema {found}, of an older Springtide; this one reads {SCHEMA_VERSION}: start a new run, "
+                "or end this one with the version that began it"
+            )
+        with contextlib.closing(sqlite3.connect(":memory:")) as ours:
+            ours.executescript(_SCHEMA)
+            for table, columns in _tables(ours).items():  # one that lacks a column would be found out in mid-run
+                if (there := _tables(self._db).get(table, [])) != columns:
+                    raise LedgerError(
+                        f"{path}: table {table} has columns {there}, not {columns}, though it says schema {found}: it "
+                        "was written by an unreleased Springtide, or is damaged; start a new run"
+                    )
+        if whole:
+            problems = [row[0] for row in self._db.execute("PRAGMA quick_check(1)")]
+            if problems != ["ok"]:
+                raise LedgerError(f"{path} is damaged: {' '.join(problems[0].split())}; start a new run")
+
     def _move(self, visit: int, before: str, after: str, **values: Any) -> None:
         sets = "".join(f", {key} = ?" for key in values)
         changed = self._db.execute(
@@ -264,6 +300,12 @@ class Ledger:
 
     def _set(self, key: str, value: Any) -> None:
         self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, str(value)))
+
+
+def _tables(db: sqlite3.Connection) -> dict[str, list[str]]:
+    """Table -> its columns."""
+    names = [row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY rowid")]
+    return {name: [row[1] for row in db.execute(f"PRAGMA table_info({name})")] for name in names}
 
 
 def _read_only(path: Path) -> str:

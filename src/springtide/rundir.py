@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -69,6 +70,10 @@ class RunDirectory:
         steps = {int(p.name[5:]): p for p in self.checkpoints.glob("step-*") if p.name[5:].isdigit()}
         return [steps[step] for step in sorted(steps, reverse=True)]
 
+    def begin(self, config: Config) -> None:
+        """The run is under `config` from now on."""
+        atomic_write(self.config, config.to_toml().encode())
+
     def write_json(self, path: Path, data: Any) -> None:
         atomic_write(path, (json.dumps(data, indent=1, sort_keys=True) + "\n").encode())
 
@@ -122,18 +127,27 @@ def prepare(config: Config, *, resume: bool) -> tuple[RunDirectory, IO[str]]:
         lock.close()
         raise ConfigError(f"{directory.path} is in use by another springtide process") from None
     try:
-        if exists and resume:
+        _remove_torn(directory)
+        if resume:  # its new configuration is written by `begin`, when nothing refuses it any more
             old = load_config(directory.config)
             _check_changes(old, config)
             _check_totals(directory, old, config)
         elif exists:  # a start that failed before its first checkpoint: nothing was learned, begin afresh
             for path in (*directory.path.glob("ledger.sqlite*"), directory.metrics, directory.events):
                 path.unlink(missing_ok=True)
-        atomic_write(directory.config, config.to_toml().encode())
+        if not resume:
+            directory.begin(config)
     except BaseException:
         lock.close()
         raise
     return directory, lock
+
+
+def _remove_torn(directory: RunDirectory) -> None:
+    """Remove what a killed process was about to write: it takes its name only when it is whole."""
+    for place in (directory.path, directory.trajectories, directory.checkpoints):
+        for path in (*place.glob(".*.tmp"), *place.glob(".*.old")):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _check_changes(old: Config, new: Config) -> None:

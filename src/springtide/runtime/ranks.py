@@ -55,34 +55,43 @@ class Rank:
         """Keep the program alive until cancelled. Raises: ProcessFailed when it may not be restarted (again)."""
         deaths: deque[float] = deque()
         while True:
-            async with start_process(
-                self.name,
-                self._entry,
-                self._args,
-                log_path=self._log_path,
-                socket_path=self.socket_path,
-                deadline_s=self._start_s,
-                silent_s=self._silent_s,
-            ) as process:
-                self.process = process
-                try:
-                    if self._prepare is not None:
-                        await self._prepare(self)
-                    self.up.set()
-                    await process.exited.wait()
-                except ConnectionLost:
-                    await process.exited.wait()  # it died while it was prepared
-                finally:
-                    self.up.clear()
-                    self.process = None
-                failure = process.failure()
+            try:
+                failure = await self._live()
+            except ProcessFailed as error:  # it did not even start: of no use, unless it was killed in a later start
+                if not deaths:
+                    raise
+                failure = error
             deaths.append(time.monotonic())
             while deaths[0] < time.monotonic() - _WINDOW_S:
                 deaths.popleft()
             if not self._restart or len(deaths) > _RESTARTS:
                 raise failure
             self.restarts += 1
-            log.warning("%s; it is started again (its log: %s)", process.ending(), self._log_path)
+            log.warning("%s; it is started again (its log: %s)", str(failure).partition(";")[0], self._log_path)
+
+    async def _live(self) -> ProcessFailed:
+        """One process from start to end; how it ended. Raises: ProcessFailed if it did not start."""
+        async with start_process(
+            self.name,
+            self._entry,
+            self._args,
+            log_path=self._log_path,
+            socket_path=self.socket_path,
+            deadline_s=self._start_s,
+            silent_s=self._silent_s,
+        ) as process:
+            self.process = process
+            try:
+                if self._prepare is not None:
+                    await self._prepare(self)
+                self.up.set()
+                await process.exited.wait()
+            except ConnectionLost:
+                await process.exited.wait()  # it died while it was prepared
+            finally:
+                self.up.clear()
+                self.process = None
+            return process.failure()
 
     async def call(self, method: str, *, deadline_s: float, **payload: Any) -> Any:
         """Call the program now. Raises: ConnectionLost (down, or died meanwhile), DeadlineExceeded, RemoteError."""

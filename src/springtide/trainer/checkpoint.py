@@ -87,13 +87,21 @@ def verify(path: Path) -> None:
     remedy = "resume from the checkpoint before it"
     try:
         manifest = json.loads((path / MANIFEST).read_text())
+        written = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.items()}
     except OSError:
         raise CheckpointError(f"{path} has no {MANIFEST}: not a checkpoint, or a torn one; {remedy}") from None
-    except ValueError:
-        raise CheckpointError(f"{path / MANIFEST} is not JSON: the checkpoint is torn; {remedy}") from None
-    for name, entry in manifest.items():
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise CheckpointError(f"{path / MANIFEST} is not a manifest: the checkpoint is torn; {remedy}") from None
+    for name in (STATE, EXTRA, OPTIMIZER):
+        if name not in written:
+            raise CheckpointError(f"{path} has no {name}: an exported model, or a torn checkpoint; {remedy}")
+    for name, (size, digest) in written.items():
         file = path / name
-        if not file.is_file() or file.stat().st_size != entry["bytes"] or _sha256(file) != entry["sha256"]:
+        try:
+            same = file.stat().st_size == size and _sha256(file) == digest
+        except OSError:  # also a disk that cannot read it any more
+            same = False
+        if not same:
             raise CheckpointError(f"{file} is missing or not what was written; {remedy}")
 
 

@@ -10,11 +10,11 @@ import contextlib
 import functools
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from springtide.chat import check_vocab, load_chat
 from springtide.config import Config, ConfigError, SuiteEntry
@@ -29,7 +29,7 @@ from springtide.rollout.evaluate import eval_tasks
 from springtide.rundir import RunDirectory, prepare
 from springtide.runtime.local import Runtime, open_runtime
 from springtide.trace import TaskRef
-from springtide.trainer.checkpoint import CheckpointError, verify
+from springtide.trainer.checkpoint import CheckpointError, read_state
 from springtide.trainer.driver import Driver
 from springtide.trainer.suites import name_suites
 
@@ -52,7 +52,7 @@ async def open_run(config: Config, *, resume: bool = False) -> AsyncIterator[Dri
         stack.callback(metrics.close)
         ledger = Ledger(directory.ledger)
         stack.callback(ledger.close)
-        checkpoint = newest_checkpoint(directory, display.note) if resume else None
+        checkpoint = newest_checkpoint(directory, ledger, display.note) if resume else None
         runtime = await stack.enter_async_context(
             open_runtime(config, directory.path, model_dir, checkpoint=checkpoint)
         )
@@ -75,6 +75,7 @@ async def open_run(config: Config, *, resume: bool = False) -> AsyncIterator[Dri
             if evaluates and not eval_tasks(evals[name], 1, dev=config.eval.dev):
                 kind = "dev tasks" if config.eval.dev else f"tasks in split {split}"
                 raise ConfigError(f"eval: suite {name} has no {kind} at level {tasks[0].level} to evaluate on")
+        directory.begin(config)
         driver = Driver(config, directory, runtime, ledger, metrics, catalogs, evals, weights, checkpoint, events)
         if not driver.fresh:
             metrics.resumed(driver.step, driver.elapsed, driver.incarnation)
@@ -146,18 +147,27 @@ def _unusable(device: str) -> str | None:
     return asked.stdout.strip() or None
 
 
-def newest_checkpoint(directory: RunDirectory, note: Any) -> Path | None:
-    """The newest checkpoint whose files are whole; a damaged one is named and passed over. None: none was written yet.
+def newest_checkpoint(directory: RunDirectory, ledger: Ledger, note: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that is whole and of the run's surviving lineage; None: none was written yet.
 
-    Raises: CheckpointError if all are damaged.
+    What is newer is named and set aside as `NAME.unused`: the run will write those steps anew. Raises: CheckpointError
+    if none can be used.
     """
-    saved = directory.saved()
+    saved, unused = directory.saved(), []
     for path in saved:
         try:
-            verify(path)
-            return path
+            _, extra = read_state(path)
+            if not ledger.survives(extra["incarnation"], extra["step"]):
+                raise CheckpointError(f"{path} was left behind when the run went on from an earlier checkpoint")
         except CheckpointError as error:
             note(str(error))
+            unused.append(path)
+            continue
+        for newer in unused:
+            aside = newer.with_name(f"{newer.name}.unused")
+            shutil.rmtree(aside, ignore_errors=True)
+            newer.rename(aside)
+        return path
     if saved:
         raise CheckpointError(f"every checkpoint in {directory.checkpoints} is damaged; start a new run")
     return None
