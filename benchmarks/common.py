@@ -442,6 +442,7 @@ _PURPOSE = {
     "engine": "The local engine's speed",
     "goodput": "Tokens that are learned from, a second",
     "learning": "The quickstart's claim",
+    "multitask": "One policy for three suites, and what its two devices are worth",
 }
 
 
@@ -493,13 +494,17 @@ def render(results: Path | None = None, cells: Path | None = None) -> str:
 
 def _learned(result: Json) -> str:
     """What a cell of a training says, if it is one: sampled success by suite, and both means."""
-    if not {"start", "end"} <= result.keys():
+    if "end" not in result:
         return "-"
-    start, end = result["start"], result["end"]
+    end = result["end"]
 
     def mean(suites: Json, key: str) -> float:
         return sum(s[key] for s in suites.values()) / len(suites)
 
+    if (start := result.get("start")) is None:
+        means = "; ".join(f"{key} to {mean(end, key):.1%}" for key in ("sampled", "greedy"))
+        by_suite = ", ".join(f"{s} to {end[s]['sampled']:.0%}" for s in sorted(end))
+        return f"{means} ({by_suite})"
     means = "; ".join(f"{key} {mean(start, key):.1%} to {mean(end, key):.1%}" for key in ("sampled", "greedy"))
     by_suite = ", ".join(f"{s} {start[s]['sampled']:.0%} to {end[s]['sampled']:.0%}" for s in sorted(start))
     return f"{means} ({by_suite})"

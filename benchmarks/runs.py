@@ -32,12 +32,14 @@ from springtide.trace import TaskRef
 _EPISODES = 256  # at once in an evaluation; as in a run
 
 
-def make_cell(name: str, config: Config, program: Sequence[Callable[..., Any]], **more: Any) -> Cell:
+def make_cell(
+    name: str, config: Config, program: Sequence[Callable[..., Any]], *, suites: Sequence[str] = (), **more: Any
+) -> Cell:
     """`program`: the functions of the benchmark that the arm runs; its key covers them, the package's sources, and the
-    model."""
+    model. suites: those it plays, if others than `config` names."""
     tree = config.model_dump(mode="json", exclude={"observe": True, "run": {"dir", "name"}})
     code = "\n".join(ast.dump(ast.parse(inspect.getsource(f))) for f in program)
-    sources = _hash_sources(tuple(s.use for s in config.suites), resolve_model(config.model.path))
+    sources = _hash_sources(tuple(suites or (s.use for s in config.suites)), resolve_model(config.model.path))
     return Cell(name, {**tree, **more, "program": hashlib.sha256(code.encode()).hexdigest()[:16]}, sources)
 
 
