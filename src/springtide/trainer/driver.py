@@ -12,9 +12,8 @@ import asyncio
 import contextlib
 import json
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,6 +37,7 @@ from springtide.schedule.readiness import Began, Evaluation, Readiness, StepEnde
 from springtide.schedule.sampling import UniformSampler
 from springtide.trace import TaskRef, atomic_write, make_version
 from springtide.trainer.checkpoint import NotFinite
+from springtide.trainer.clock import WAITS, Clock
 from springtide.wire import ConnectionLost, RemoteError
 
 _STEP_S = 3600.0  # deadline of one optimiser step, a publication, a checkpoint
@@ -50,47 +50,8 @@ _KEPT = 4  # evaluation episodes a suite that are kept for people to read
 _KEPT_ENDS = 16  # the same of the sampled ones at start and end, among which the report finds one that changed
 
 
-_WAITS = {  # a cause of the clock, in words
-    "cold_start": "the cold start on gold",
-    "train": "the trainer's step",
-    "publish": "every engine to hold the new weights",
-    "checkpoint": "the checkpoint",
-    "evaluate": "the evaluation",
-}
-
-
 class StuckRun(BrokenRun):
     """Nothing happened for as long as anything may take. The text names the predicate that blocks."""
-
-
-@dataclass(slots=True)
-class Clock:
-    """How long the run's loop has run, over all incarnations, and where that time went, in seconds by cause."""
-
-    elapsed_before: float = 0.0
-    spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    since: float | None = None  # None: it stands still
-    cause: str | None = None  # of what the loop does now
-
-    @contextlib.contextmanager
-    def measure(self, cause: str) -> Iterator[None]:
-        begun, self.cause = time.monotonic(), cause
-        try:
-            yield
-        finally:
-            self.spent[cause] += time.monotonic() - begun
-            self.cause = None
-
-    @property
-    def elapsed(self) -> float:
-        return self.elapsed_before + (0.0 if self.since is None else time.monotonic() - self.since)
-
-    def start(self) -> None:
-        self.since = time.monotonic()
-        self.spent.clear()
-
-    def stop(self) -> None:
-        self.elapsed_before, self.since = self.elapsed, None
 
 
 class Driver:
@@ -238,7 +199,7 @@ class Driver:
         while True:
             await asyncio.sleep(_TELL_S)
             cause, silent = self._clock.cause, self._runtime.silent()
-            reason, admission = _WAITS.get(cause or "", ""), "nothing"
+            reason, admission = WAITS.get(cause or "", ""), "nothing"
             choice = choose_batch(self._state, self._bounds)
             if cause is not None and cause.startswith("wait_") and isinstance(choice, Wait):
                 reason, admission = choice.reason, self._policy.blocked(self._state)
@@ -310,11 +271,8 @@ class Driver:
         """Publish the trainer's weights under this step's version, and wait until every engine verified them."""
         version = make_version(self.incarnation, self.step)
         with self._clock.measure("publish"):
-            try:
+            with _written(f"cannot publish weights to {self._runtime.weights}"):
                 await self._runtime.trainer.call("publish", deadline_s=_STEP_S, version=version)
-            except RemoteError as error:
-                _end_if_not_finite(error)
-                raise
             refresh = self.config.rollout.stale_probability > 0 and (
                 self._stale_step < 0 or self.step - self._stale_step >= self.config.rollout.stale_refresh
             )
@@ -339,14 +297,8 @@ class Driver:
         }
         with self._clock.measure("checkpoint"):
             self._ledger.sync()
-            try:
+            with _written(f"cannot write checkpoint {path}"):
                 await self._runtime.trainer.call("save", deadline_s=_STEP_S, path=str(path), extra=extra)
-            except RemoteError as error:
-                _end_if_not_finite(error)
-                why = " ".join(error.message.split())
-                raise BrokenRun(
-                    f"cannot write checkpoint {path}: {why}; make room there and continue with --resume"
-                ) from error
         self._saved_step = self.step
         await self._runtime.trainer.call(
             "forget",
@@ -563,10 +515,16 @@ def _refusal(learned: dict[str, Any]) -> str:
     return f"{learned['refused']}{f' (first that of {tensor})' if tensor else ''}"
 
 
-def _end_if_not_finite(error: RemoteError) -> None:
-    """Weights that must be neither published nor saved end the run with their own line."""
-    if error.kind == NotFinite.__name__:
-        raise BrokenRun(error.message) from error
+@contextlib.contextmanager
+def _written(failed: str) -> Iterator[None]:
+    """The trainer writes weights in the block: what it cannot write, and what must not be, is one line and the end."""
+    try:
+        yield
+    except RemoteError as error:
+        if error.kind == NotFinite.__name__:
+            raise BrokenRun(error.message) from error
+        why = " ".join(error.message.split())
+        raise BrokenRun(f"{failed}: {why}; make room there and continue with --resume") from error
 
 
 async def _bounded(limit: int, work: list[Any]) -> None:
