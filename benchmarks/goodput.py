@@ -10,12 +10,18 @@ and never waiting: the ceiling. Rounds repeat; a figure is the mean over rounds.
   engine        its idle time; of it "nothing in flight" is the time without a single admitted group, the rest is spent
                 in environments, on the way, and in taking new weights
   synchronous   `schedule.policy = "synchronous"`: one step's groups, in lockstep, then one step, bit-reproducible
-Not here yet: TRL's GRPOTrainer on the same prompts, and tools of heavy-tailed latency, for which the target of 1.33x
-asynchronous against synchronous is meant. On two quiet cores about 9 minutes.
+  one turn      ours and TRL's GRPOTrainer in the same rounds, on work that is equal: how, `one_turn.py` says
+TRL lives in an environment of its own, whose interpreter `--trl` names; without it those rows say "not installed" and
+are not met. Its settings are tuned first: `--tune --trl PYTHON`. To install it (1.5 GB):
+
+    python -m venv VENV && VENV/bin/pip install torch==2.13.0 trl==1.16.* transformers==5.24.*
+
+Tools of heavy-tailed latency are `latency.py`. On two quiet cores about 9 minutes, 16 with TRL; `--tune` 10.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import tempfile
@@ -27,7 +33,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from common import Json, Load, Row, arguments, emit, interval, preset, ratio_interval, report, springtide
+import one_turn
+from common import Json, Load, Row, arguments, emit, interval, preset, ratio_interval, report, report_cells, springtide
 
 from springtide.algorithms.advantages import GroupRewards, RunningMoments, advantages, consumed
 from springtide.config import Config, ConfigError
@@ -38,6 +45,7 @@ from springtide.trace import Group, make_version
 MODES = {"asynchronous": (), "synchronous": ("schedule.policy=synchronous",)}
 ROUNDS, SECONDS, CEILING_S = 2, 90.0, 45.0
 QUICK_ROUNDS, QUICK_SECONDS, QUICK_CEILING_S = 1, 30.0, 8.0  # a synchronous step takes six
+QUICK_GROUPS = 4  # of a step against TRL
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +64,21 @@ class Figures:
     peak_pss_mib: float
 
 
-def play(mode: str, seconds: float, directory: Path, sets: Sequence[str]) -> tuple[Figures, Config]:
-    """Run the preset in `mode` for `seconds`, in processes of its own."""
+def play(name: str, seconds: float, directory: Path, sets: Sequence[str]) -> tuple[Figures, Config]:
+    """Run the preset with `sets` for `seconds`, as `directory/name`, in processes of its own."""
     config = preset(
         *sets,
-        *MODES[mode],
         f"run.dir={directory}",
-        f"run.name={mode}",
+        f"run.name={name}",
         f"run.minutes={seconds / 60}",
         "run.steps=1000000",
         "eval.at_ends=false",
         "observe.report=false",
         "observe.progress=false",
     )
-    file = directory / f"{mode}.toml"
+    file = directory / f"{name}.toml"
     file.write_text(config.to_toml())
-    done = springtide("train", str(file), log=directory / f"{mode}.log")
+    done = springtide("train", str(file), log=directory / f"{name}.log")
     return figures(_lines(config, "metrics"), _lines(config, "events"), done.peak_pss_mib), config
 
 
@@ -199,14 +206,56 @@ def make_rows(rounds: dict[str, list[Figures]], ceilings: Sequence[float]) -> li
     ]
 
 
+class Peer:
+    """TRL in this benchmark: its setting, and both sides' speeds."""
+
+    def __init__(self, python: Path, setting: one_turn.Setting, steps: int, groups: int) -> None:
+        self._python, self.setting, self._steps, self._groups = python, setting, steps, groups
+        self.ours: list[one_turn.Speed] = []
+        self.theirs: list[one_turn.Speed] = []
+
+    def play(self, seconds: float, directory: Path) -> None:
+        """One round: ours, then theirs, for about `seconds` each."""
+        model, prompts = one_turn.prepare(directory)
+        f, _ = play("one_turn", seconds, directory, one_turn.our_sets(model, self._groups))
+        completion = f.loss_tokens_per_s * f.step_s / (self._groups * one_turn.MEMBERS)
+        self.ours.append(one_turn.Speed(f.loss_tokens_per_s, f.all_tokens_per_s, f.step_s, completion))
+        result = one_turn.run_trl(self._python, self.setting, model, prompts, groups=self._groups, steps=self._steps)
+        self.theirs.append(one_turn.speed_of(result, self._groups))
+
+
+def _peer(args: argparse.Namespace, parser: argparse.ArgumentParser, seconds: float) -> Peer | None:
+    if args.trl is None:
+        return None
+    installed = one_turn.versions(args.trl)
+    if args.quick:
+        return Peer(args.trl, one_turn.GRID[1], one_turn.TRIAL_STEPS, QUICK_GROUPS)
+    cells = one_turn.stored(installed)
+    if not cells:
+        parser.error("TRL's settings are not chosen yet; first run --tune --trl PYTHON --missing")
+    setting = one_turn.best(cells)
+    return Peer(args.trl, setting, one_turn.steps_within(seconds, cells[setting]), one_turn.GROUPS)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = arguments(__doc__, runs=True)
+    parser = arguments(__doc__, runs=True, cells=True)
+    parser.add_argument("--trl", type=Path, metavar="PYTHON", help="interpreter of an environment that holds TRL")
+    parser.add_argument("--tune", action="store_true", help="only choose TRL's settings")
     args = parser.parse_args(argv)
     if args.set and not args.quick:
         parser.error("--set changes the preset, so it needs --quick: the targets are of the preset as shipped")
+    if args.tune:
+        if args.trl is None or args.quick:
+            parser.error("--tune needs --trl PYTHON, and has no --quick")
+        cells = one_turn.tune(args.trl, missing=args.missing)
+        rows, chosen = one_turn.trial_rows(cells), one_turn.best(cells).label
+        result = report_cells("goodput-tune", rows, list(cells.values()), quick=False, best=chosen)
+        emit(result, as_json=args.json, store=False)
+        return
     count, seconds, ceiling_s = (
         (QUICK_ROUNDS, QUICK_SECONDS, QUICK_CEILING_S) if args.quick else (ROUNDS, SECONDS, CEILING_S)
     )
+    peer = _peer(args, parser, seconds)
     rounds: dict[str, list[Figures]] = {mode: [] for mode in MODES}
     ceilings: list[float] = []
     try:
@@ -214,13 +263,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             for _ in range(count):
                 with tempfile.TemporaryDirectory(prefix="springtide-bench-") as directory:
                     configs = {}
-                    for mode in MODES:
-                        result, configs[mode] = play(mode, seconds, Path(directory), args.set)
+                    for mode, sets in MODES.items():
+                        result, configs[mode] = play(mode, seconds, Path(directory), (*args.set, *sets))
                         rounds[mode].append(result)
                     ceilings.append(asyncio.run(replay(configs["asynchronous"], ceiling_s)))
+                    if peer is not None:
+                        peer.play(seconds, Path(directory))
     except ConfigError as error:
         parser.error(str(error))
-    emit(report("goodput", make_rows(rounds, ceilings), load, quick=args.quick), as_json=args.json)
+    rows = make_rows(rounds, ceilings)
+    notes = []
+    if peer is None:
+        rows += one_turn.make_rows((), (), None)
+    else:
+        rows += one_turn.make_rows(peer.ours, peer.theirs, peer.setting)
+        notes = one_turn.notes(args.trl) if not args.quick else []
+    emit(report("goodput", rows, load, quick=args.quick, notes=notes), as_json=args.json)
 
 
 if __name__ == "__main__":
