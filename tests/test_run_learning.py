@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ def test_options_of_the_loop_take_effect(tiny_model: Path, tmp_path: Path, table
     if "cold_start" in tables.get("trainer", {}):
         gold = sorted((config.run_dir / "trajectories").glob("gold-*.msgpack"))
         assert len(gold) == 8
+        assert re.fullmatch(r"the loss of the cold start went .* in 3 steps", records(config, "note")[0]["text"])
         assert Group.load(gold[0]).trajectories[0].outcome.success
     if tables.get("rollout", {}).get("stale_probability"):
         turns = [

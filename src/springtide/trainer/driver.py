@@ -157,6 +157,8 @@ class Driver:
             if refused == cold.steps:
                 raise BrokenRun(f"{text}; lower trainer.cold_start.lr, or mend the model")
             self.metrics.note(self.step, text)
+        fell = f"from {told['loss_start']:.3g} to {told['loss_end']:.3g}"
+        self.metrics.note(self.step, f"the loss of the cold start went {fell} in {cold.steps} steps")
 
     @contextlib.asynccontextmanager
     async def feeding(self) -> AsyncIterator[None]:
