@@ -37,17 +37,23 @@ def records(config: Config, kind: str = "step") -> list[dict[str, Any]]:
     return [r for r in map(json.loads, lines) if r["kind"] == kind]
 
 
-def start_run(config: Config, *, resume: bool = False) -> subprocess.Popen[str]:
-    """The run through the command line, in a process that may be killed."""
+def start_run(
+    config: Config, *, resume: bool = False, output: Path | None = None, scratch: Path | None = None
+) -> subprocess.Popen[str]:
+    """The run through the command line, in a process that may be killed.
+
+    output: a file for what it prints (a pipe that nobody reads holds up a long run). scratch: its temporary files.
+    """
     file = config.run_dir.with_suffix(".toml")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(config.to_toml())
     return subprocess.Popen(
         [sys.executable, "-m", "springtide.cli.main", "train", str(file), *(["--resume"] if resume else [])],
-        stdout=subprocess.PIPE,
+        stdout=subprocess.PIPE if output is None else output.open("a"),
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        env={**os.environ, **({} if scratch is None else {"TMPDIR": str(scratch)})},
     )
 
 

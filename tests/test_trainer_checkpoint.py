@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from springtide.ledger import Ledger
+from springtide.rundir import RunDirectory
 from springtide.trainer import checkpoint as files
 from springtide.trainer.checkpoint import CheckpointError
 from springtide.trainer.rank import Rank
+from springtide.trainer.start import newest_checkpoint
 from trainer_parts import config, tiny_model, write_groups
 
 SHAPES = [[[(20, 6)], [(12, 4)]], [[(30, 9), (8, 2)], [(9, 1)]]]
@@ -105,6 +110,61 @@ def test_every_flipped_byte_of_the_manifest_and_every_cut_of_it_is_detected(tmp_
         path.write_bytes(text)
         with pytest.raises(CheckpointError):
             files.verify(tmp_path / "c")
+
+
+DAMAGE = {
+    "truncated": lambda c: os.truncate(c / "model.safetensors", (c / "model.safetensors").stat().st_size - 1),
+    "a flipped byte": lambda c: _flip(c / "optimizer.pt"),
+    "a missing file": lambda c: (c / "extra.json").unlink(),
+    "an emptied manifest": lambda c: (c / "manifest.json").write_text("{}"),
+    "emptied": lambda c: shutil.rmtree(c) or c.mkdir(),
+}
+
+
+def _flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_the_checkpoint_before_a_damaged_one_is_used_with_a_line_and_the_damaged_one_never_comes_back(tmp_path, how):
+    rank = open_rank(tiny_model(tmp_path / "model"))
+    directory = RunDirectory(tmp_path / "run")
+    for step in (10, 20, 30):
+        rank.save(str(directory.checkpoint(step)), {"step": step, "incarnation": 0})
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.begin(0)
+    notes = []
+    assert newest_checkpoint(directory, ledger, notes.append) == directory.checkpoint(30)
+    assert notes == []
+    shutil.copytree(directory.checkpoint(30), tmp_path / "whole")
+    DAMAGE[how](directory.checkpoint(30))
+    assert newest_checkpoint(directory, ledger, notes.append) == directory.checkpoint(20)
+    (line,) = notes
+    assert str(directory.checkpoint(30)) in line and "\n" not in line
+    assert directory.saved() == [directory.checkpoint(20), directory.checkpoint(10)]
+    assert directory.checkpoint(30).with_name("step-000030.unused").is_dir()
+    # The run went on from 20: were the disk whole again, what 30 had learned must not count beside what came since.
+    ledger.begin(20)
+    shutil.move(tmp_path / "whole", directory.checkpoint(30))
+    assert newest_checkpoint(directory, ledger, notes.append) == directory.checkpoint(20)
+    assert "left behind when the run went on from an earlier checkpoint" in notes[1]
+    rank.save(str(directory.checkpoint(30)), {"step": 30, "incarnation": 1})
+    assert newest_checkpoint(directory, ledger, notes.append) == directory.checkpoint(30)
+    assert len(notes) == 2
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused_and_nothing_is_set_aside(tmp_path):
+    rank = open_rank(tiny_model(tmp_path / "model"))
+    directory = RunDirectory(tmp_path / "run")
+    for step in (10, 20):
+        rank.save(str(directory.checkpoint(step)), {"step": step, "incarnation": 0})
+        _flip(directory.checkpoint(step) / "model.safetensors")
+    for _ in range(2):  # nor does asking again begin the run anew
+        with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged; start a new run"):
+            newest_checkpoint(directory, Ledger(tmp_path / "ledger.sqlite"), lambda text: None)
+    assert len(directory.saved()) == 2
 
 
 def _same_json(a, b):
