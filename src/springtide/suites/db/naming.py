@@ -2,7 +2,7 @@
 
 Invariants: names are plain identifiers that need no quotes, unique in their table, and near a word of their concept;
 the same draw gives the same names.
-Called by: `quick`, `standard`.
+Called by: `quick`, `standard`, `deep`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _KEYWORDS = frozenset(
         " select set show table then to union unique update using values view when where with without",
     )
 )
-_SYNONYM = {"quick": 0.1, "standard": 0.5}
+_SYNONYM = {"quick": 0.1, "standard": 0.5, "hard": 0.5, "expert": 0.6}
+_SHORTENED = 0.3  # of the words of an `expert` schema
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,12 @@ def plain_names(tables: Iterable[Table]) -> Names:
     return Names({t.name: t.name for t in tables}, {(t.name, c.name): c.name for t in tables for c in t.columns})
 
 
-def draw_names(tables: Iterable[Table], level: str, rng: random.Random) -> Names:
-    """A schema variant: one way of joining words for the whole schema, affixes and synonyms for each name."""
+def draw_names(tables: Iterable[Table], level: str, rng: random.Random, prefix: str = "") -> Names:
+    """A schema variant: one way of joining words for the whole schema, affixes and synonyms for each name.
+
+    At `expert` columns bear no affix (many tables have a `name` and a `year`) and words may be shortened. `prefix`
+    stands before every table's name.
+    """
     case = rng.choice(_CASES[level])
     synonym = _SYNONYM[level]
     tables = list(tables)
@@ -60,13 +65,20 @@ def draw_names(tables: Iterable[Table], level: str, rng: random.Random) -> Names
     named: dict[str, str] = {}
     columns: dict[tuple[str, str], str] = {}
     for table in tables:
-        named[table.name] = _unique(_table_parts(word[table.name], rng), case, named.values())
+        parts = _table_parts(word[table.name], rng)
+        if level == "expert":
+            parts = [prefix, *(_shorten(part, rng) for part in parts)]
+        named[table.name] = _unique(parts, case, named.values())
     for table in tables:
         used: list[str] = []
         for column in table.columns:
             target = word.get(column.to or "")
             stem = target if target and column.words == _words_of(tables, column) else _word(column.words, synonym, rng)
-            name = _unique(_column_parts(column, stem, word[table.name], rng), case, used)
+            if level != "expert":
+                parts = _column_parts(column, stem, word[table.name], rng)
+            else:
+                parts = [_shorten(stem, rng), *(["id"] if column.role == "ref" else [])]
+            name = _unique(parts, case, used)
             used.append(name)
             columns[table.name, column.name] = name
     return Names(named, columns)
@@ -82,7 +94,9 @@ def plural(word: str) -> str:
 
 
 # At `quick` every name is made of the words a question uses, in lower case where they begin: they are what is copied.
-_CASES = {"quick": ("snake", "snake", "camel"), "standard": ("snake", "snake", "camel", "pascal", "upper")}
+_CASES = {"quick": ("snake", "snake", "camel")} | dict.fromkeys(
+    ("standard", "hard", "expert"), ("snake", "snake", "camel", "pascal", "upper")
+)
 
 
 def _words_of(tables: list[Table], column: Column) -> tuple[str, ...]:
@@ -101,6 +115,13 @@ def _column_parts(column: Column, word: str, owner: str, rng: random.Random) -> 
     if column.role == "ref":
         return rng.choice(([word, "id"], [word, "id"], [word, "ref"], ["id", word]))
     return rng.choice(([word], [owner, word], [owner[0], word]))
+
+
+def _shorten(word: str, rng: random.Random) -> str:
+    """Some words without their inner vowels, as old schemas have them: population, ppltn."""
+    if rng.random() >= _SHORTENED:
+        return word
+    return " ".join(part if len(part) < 6 else part[0] + re.sub("[aeiou]", "", part[1:]) for part in word.split())
 
 
 def _unique(parts: list[str], case: str, used: Iterable[str]) -> str:

@@ -1,7 +1,7 @@
 """A question: what a task asks, how it is solved, and what its copies must show for it to be a fair one.
 
-Owns: the type that `quick` and `standard` make and the check that gold is right on all copies and a constant on none.
-Called by: `quick`, `standard`, `judge`, `environment`.
+Owns: the type that the levels make and the check that gold is right on all copies and a constant on none.
+Called by: `quick`, `standard`, `deep`, `judge`, `environment`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from springtide.suites.db.copies import COPIES, Copies
 
 MAX_ANSWER_ROWS = 1000
 _MOST_ROWS, _MOST_CHANGES = 12, 400  # of an answer that is a list, and of one that writes
+_STEP = 1_000  # instructions between two looks at the budget
 Rows = list[tuple[Any, ...]]
 
 
@@ -37,8 +38,10 @@ class Question:
     unique: tuple[str, ...] = ()
 
 
-def is_fair(question: Question, all_differ: bool) -> bool:
+def is_fair(question: Question, all_differ: bool, budget: int | None = None) -> bool:
     """Whether gold is right and no constant is. Asked once, when the suite's data is built.
+
+    `budget`: the instructions that all statements together may take on a copy; a policy's own budget is no smaller.
 
     Every `unique` statement gives 1 on each copy. A writing answer changes some values of each. Another's result on the
     original holds no NULL, is neither empty nor zero nor long, and differs on a perturbed copy (on each, with
@@ -47,6 +50,9 @@ def is_fair(question: Question, all_differ: bool) -> bool:
     answers: list[Rows] = []
     for copy in range(COPIES):
         connection = question.copies.open(copy)
+        if budget is not None:
+            ticks = iter(range(budget // _STEP))
+            connection.set_progress_handler(lambda ticks=ticks: next(ticks, None) is None, _STEP)  # type: ignore[misc]
         try:
             if any(connection.execute(sql).fetchone() != (1,) for sql in question.unique):
                 return False
@@ -55,6 +61,10 @@ def is_fair(question: Question, all_differ: bool) -> bool:
                     return False
                 continue
             answers.append(connection.execute(question.answer).fetchmany(_MOST_ROWS + 1))
+        except sqlite3.OperationalError as error:
+            if str(error) == "interrupted":
+                return False
+            raise
         finally:
             connection.close()
         first = answers[0]
@@ -67,10 +77,15 @@ def is_fair(question: Question, all_differ: bool) -> bool:
 
 def _changes_something(connection: sqlite3.Connection, sql: str) -> bool:
     """Whether a write leaves its table other than it was: setting what was so already is no task."""
-    table = sql.removeprefix("UPDATE ").removeprefix("DELETE FROM ").removeprefix("INSERT INTO ").split()[0]
+    table = written_table(sql)
     before = connection.execute(f"SELECT * FROM {table}").fetchall()
     changed = connection.execute(sql).rowcount
     return 0 < changed <= _MOST_CHANGES and connection.execute(f"SELECT * FROM {table}").fetchall() != before
+
+
+def written_table(sql: str) -> str:
+    """The table that a gold statement writes to."""
+    return sql.removeprefix("UPDATE ").removeprefix("DELETE FROM ").removeprefix("INSERT INTO ").split()[0]
 
 
 def literal(value: Any) -> str:

@@ -10,79 +10,20 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
 from typing import Any
 
-from springtide.suites.db.catalog import Database, Side, Table, databases, may_name
+from springtide.suites.db.catalog import Side, Table, may_name
 from springtide.suites.db.copies import ImageCopies
 from springtide.suites.db.library import Library
 from springtide.suites.db.naming import draw_names, plural
+from springtide.suites.db.pen import Draft, Pen
 from springtide.suites.db.question import Question, literal, sentence
 from springtide.suites.db.recipes import Recipe
-
-_LONG = 48  # characters of a name a question may utter
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """A question over concepts: `sql` in placeholders, `parts` for the sentence, `unique` as in `Question`."""
-
-    texts: tuple[str, ...]
-    sql: str
-    parts: dict[str, str]
-    unique: tuple[str, ...] = ()
-    writes: bool = False
-    ordered: bool = False
-
-
-class _Pen:
-    """What the kinds need to write their question: the concepts, words for them, and values to name."""
-
-    def __init__(self, recipe: Recipe, side: Side, library: Library, rng: random.Random) -> None:
-        self.recipe, self.side, self.library, self.rng = recipe, side, library, rng
-        self.database: Database = databases()[recipe.database]
-        self.table: Table = self.database.tables[recipe.table]
-        self.parent: Table | None = self.database.tables[recipe.parent] if recipe.parent else None
-
-    def word(self, words: tuple[str, ...]) -> str:
-        return self.rng.choice(words[:2]) if self.rng.random() < 0.5 else words[0]
-
-    def column(self, name: str, table: Table | None = None) -> str:
-        return self.word((table or self.table).column(name).words)
-
-    def value(self, table: Table, column: str) -> Any:
-        """A value of this side that a question may utter; None if there is none."""
-        pool = self.library.pool(self.database.name, self.side, table.name, column)
-        if not pool:
-            return None
-        for _ in range(20):
-            value = self.rng.choice(pool)
-            if isinstance(value, str) and (
-                len(value) > _LONG or re.search(r"[{}\n]", value) or not may_name(self.side, value)
-            ):
-                continue
-            return value
-        return None
-
-    def bound(self, table: Table, column: str) -> Any:
-        """A value from the middle of a number column."""
-        pool = self.library.pool(self.database.name, self.side, table.name, column)
-        middle = pool[len(pool) // 5 : max(len(pool) // 5 + 1, len(pool) * 4 // 5)]
-        return self.rng.choice(middle) if middle else None
-
-    def named(self, table: Table) -> tuple[str, str] | None:
-        """A row by its label: its name, and the statement that says the name is one row's only."""
-        label = table.label
-        name = self.value(table, label.name) if label else None
-        if name is None or label is None:
-            return None
-        one = f"SELECT COUNT(*) FROM {{{table.name}}} WHERE {{{table.name}.{label.name}}} = {literal(name)}"
-        return str(name), one
 
 
 def make(recipe: Recipe, side: Side, library: Library, rng: random.Random) -> Question | None:
     """One try at a question for this recipe; None if this draw has nothing to name. It may still be unfair."""
-    pen = _Pen(recipe, side, library, rng)
+    pen = Pen(recipe, side, library, rng)
     draft = _KINDS[recipe.kind](pen)
     if draft is None:
         return None
@@ -99,7 +40,7 @@ def make(recipe: Recipe, side: Side, library: Library, rng: random.Random) -> Qu
     )  # fmt: skip
 
 
-def _link(pen: _Pen) -> tuple[Table, str]:
+def _link(pen: Pen) -> tuple[Table, str]:
     """The parent, and the join from the recipe's table to it."""
     parent = pen.parent
     assert parent is not None and parent.key is not None
@@ -107,12 +48,12 @@ def _link(pen: _Pen) -> tuple[Table, str]:
     return parent, f"{{{t}}} JOIN {{{p}}} ON {{{t}.{pen.recipe.ref}}} = {{{p}.{parent.key.name}}}"
 
 
-def _words(pen: _Pen, **more: str) -> dict[str, str]:
+def _words(pen: Pen, **more: str) -> dict[str, str]:
     word = pen.word(pen.table.words)
     return {"table": word, "tables": plural(word), **more}
 
 
-def _of_parent(pen: _Pen) -> tuple[dict[str, str], str, tuple[str, ...]] | None:
+def _of_parent(pen: Pen) -> tuple[dict[str, str], str, tuple[str, ...]] | None:
     """A question about the rows of one named parent: its words, FROM and WHERE, and that the name is unique."""
     parent, join = _link(pen)
     named = pen.named(parent)
@@ -123,7 +64,7 @@ def _of_parent(pen: _Pen) -> tuple[dict[str, str], str, tuple[str, ...]] | None:
     return parts, f"FROM {join} WHERE {{{parent.name}.{parent.label.name}}} = {literal(name)}", (one,)
 
 
-def _count(pen: _Pen) -> _Draft | None:
+def _count(pen: Pen) -> Draft | None:
     found = _of_parent(pen)
     if found is None:
         return None
@@ -132,10 +73,10 @@ def _count(pen: _Pen) -> _Draft | None:
         "How many {tables} does the {parent} '{X}' have?",
         "Count the {tables} that belong to the {parent} '{X}'.",
     )
-    return _Draft(texts, f"SELECT COUNT(*) {source}", parts, unique)
+    return Draft(texts, f"SELECT COUNT(*) {source}", parts, unique)
 
 
-def _list(pen: _Pen) -> _Draft | None:
+def _list(pen: Pen) -> Draft | None:
     found = _of_parent(pen)
     if found is None:
         return None
@@ -145,10 +86,10 @@ def _list(pen: _Pen) -> _Draft | None:
     what = f"{{{pen.table.name}.{label.name}}}"
     parts["label"] = pen.word(label.words)
     texts = ("List the {label} of every {table} of the {parent} '{X}', in alphabetical order.",)
-    return _Draft(texts, f"SELECT {what} {source} ORDER BY {what}", parts, unique, ordered=True)
+    return Draft(texts, f"SELECT {what} {source} ORDER BY {what}", parts, unique, ordered=True)
 
 
-def _aggregate(pen: _Pen) -> _Draft | None:
+def _aggregate(pen: Pen) -> Draft | None:
     found = _of_parent(pen)
     if found is None:
         return None
@@ -159,10 +100,10 @@ def _aggregate(pen: _Pen) -> _Draft | None:
         "What is the {word} {col} of the {tables} of the {parent} '{X}'?",
         "Give the {word} {col} over all {tables} that belong to the {parent} '{X}'.",
     )
-    return _Draft(texts, f"SELECT {function}({{{pen.table.name}.{pen.recipe.column}}}) {source}", parts, unique)
+    return Draft(texts, f"SELECT {function}({{{pen.table.name}.{pen.recipe.column}}}) {source}", parts, unique)
 
 
-def _facts(pen: _Pen) -> _Draft | None:
+def _facts(pen: Pen) -> Draft | None:
     parent, join = _link(pen)
     named = pen.named(pen.table)
     if named is None or pen.table.label is None:
@@ -171,10 +112,10 @@ def _facts(pen: _Pen) -> _Draft | None:
     parts = _words(pen, parent=pen.word(parent.words), col=pen.column(pen.recipe.column, parent), X=name)
     where = f"{{{pen.table.name}.{pen.table.label.name}}} = {literal(name)}"
     texts = ("What is the {col} of the {parent} of the {table} '{X}'?",)
-    return _Draft(texts, f"SELECT {{{parent.name}.{pen.recipe.column}}} FROM {join} WHERE {where}", parts, (one,))
+    return Draft(texts, f"SELECT {{{parent.name}.{pen.recipe.column}}} FROM {join} WHERE {where}", parts, (one,))
 
 
-def _far(pen: _Pen) -> _Draft | None:
+def _far(pen: Pen) -> Draft | None:
     parent, join = _link(pen)
     far = pen.database.tables[pen.recipe.other]
     named = pen.named(far)
@@ -185,7 +126,7 @@ def _far(pen: _Pen) -> _Draft | None:
     parts = _words(pen, parent=pen.word(parent.words), far=pen.word(far.words), X=name)
     texts = ("Through their {parent}, how many {tables} belong to the {far} '{X}'?",)
     where = f"{{{far.name}.{far.label.name}}} = {literal(name)}"
-    return _Draft(texts, f"SELECT COUNT(*) FROM {join} WHERE {where}", parts, (one,))
+    return Draft(texts, f"SELECT COUNT(*) FROM {join} WHERE {where}", parts, (one,))
 
 
 def _first_alone(group: str) -> str:
@@ -194,14 +135,14 @@ def _first_alone(group: str) -> str:
     return f"SELECT COUNT(*) FROM ({counts}) WHERE n = (SELECT MAX(n) FROM ({counts}))"
 
 
-def _over(pen: _Pen) -> tuple[Any, str] | None:
+def _over(pen: Pen) -> tuple[Any, str] | None:
     bound = pen.bound(pen.table, pen.recipe.column)
     if bound is None:
         return None
     return bound, f"{{{pen.table.name}.{pen.recipe.column}}} > {literal(bound)}"
 
 
-def _common(pen: _Pen) -> _Draft | None:
+def _common(pen: Pen) -> Draft | None:
     over = _over(pen)
     if over is None:
         return None
@@ -210,10 +151,10 @@ def _common(pen: _Pen) -> _Draft | None:
     group = f"FROM {{{t}}} WHERE {over[1]} GROUP BY {{{t}.{cat}}}"
     texts = ("Which {cat} is the most common among the {tables} with {col} over {N}?",)
     sql = f"SELECT {{{t}.{cat}}} {group} ORDER BY COUNT(*) DESC LIMIT 1"
-    return _Draft(texts, sql, parts, (_first_alone(group),))
+    return Draft(texts, sql, parts, (_first_alone(group),))
 
 
-def _most(pen: _Pen) -> _Draft | None:
+def _most(pen: Pen) -> Draft | None:
     over = _over(pen)
     parent, join = _link(pen)
     if over is None or parent.key is None or parent.label is None:
@@ -223,10 +164,10 @@ def _most(pen: _Pen) -> _Draft | None:
     group = f"FROM {join} WHERE {over[1]} GROUP BY {{{parent.name}.{parent.key.name}}}"
     texts = ("Which {parent} has the most {tables} with {col} over {N}? Give its {label}.",)
     sql = f"SELECT {{{parent.name}.{parent.label.name}}} {group} ORDER BY COUNT(*) DESC LIMIT 1"
-    return _Draft(texts, sql, parts, (_first_alone(group),))
+    return Draft(texts, sql, parts, (_first_alone(group),))
 
 
-def _best(pen: _Pen) -> _Draft | None:
+def _best(pen: Pen) -> Draft | None:
     t, cat, column, label = pen.table.name, pen.recipe.other, pen.recipe.column, pen.table.label
     value = pen.value(pen.table, cat)
     if value is None or label is None:
@@ -240,10 +181,10 @@ def _best(pen: _Pen) -> _Draft | None:
     alone = f"SELECT COUNT(*) = COUNT(DISTINCT v) FROM ({head})"
     texts = ("Give the {label} of the {k} {tables} with the highest {col} whose {cat} is '{V}', highest first.",)
     sql = f"SELECT {{{t}.{label.name}}} {source} ORDER BY {{{t}.{column}}} DESC LIMIT {k}"
-    return _Draft(texts, sql, parts, (alone,), ordered=True)
+    return Draft(texts, sql, parts, (alone,), ordered=True)
 
 
-def _range(pen: _Pen) -> _Draft | None:
+def _range(pen: Pen) -> Draft | None:
     t, cat, column = pen.table.name, pen.recipe.other, pen.recipe.column
     value = pen.value(pen.table, cat)
     low, high = pen.bound(pen.table, column), pen.bound(pen.table, column)
@@ -253,10 +194,10 @@ def _range(pen: _Pen) -> _Draft | None:
     parts = _words(pen, cat=pen.column(cat), col=pen.column(column), V=str(value), N=literal(low), M=literal(high))
     texts = ("How many {tables} whose {cat} is '{V}' have {col} from {N} to {M}?",)
     where = f"{{{t}.{cat}}} = {literal(value)} AND {{{t}.{column}}} BETWEEN {literal(low)} AND {literal(high)}"
-    return _Draft(texts, f"SELECT COUNT(*) FROM {{{t}}} WHERE {where}", parts)
+    return Draft(texts, f"SELECT COUNT(*) FROM {{{t}}} WHERE {where}", parts)
 
 
-def _set(pen: _Pen) -> _Draft | None:
+def _set(pen: Pen) -> Draft | None:
     t, cat, column = pen.table.name, pen.recipe.other, pen.recipe.column
     value, new = pen.value(pen.table, cat), pen.bound(pen.table, column)
     if value is None or new is None:
@@ -264,10 +205,10 @@ def _set(pen: _Pen) -> _Draft | None:
     parts = _words(pen, cat=pen.column(cat), col=pen.column(column), V=str(value), N=literal(new))
     texts = ("Set the {col} of every {table} whose {cat} is '{V}' to {N}.",)
     sql = f"UPDATE {{{t}}} SET {{:{t}.{column}}} = {literal(new)} WHERE {{:{t}.{cat}}} = {literal(value)}"
-    return _Draft(texts, sql, parts, writes=True)
+    return Draft(texts, sql, parts, writes=True)
 
 
-def _children_of(pen: _Pen) -> tuple[dict[str, str], str, tuple[str, ...]] | None:
+def _children_of(pen: Pen) -> tuple[dict[str, str], str, tuple[str, ...]] | None:
     """As `_of_parent`, as a condition for UPDATE and DELETE."""
     parent, _ = _link(pen)
     named = pen.named(parent)
@@ -280,7 +221,7 @@ def _children_of(pen: _Pen) -> tuple[dict[str, str], str, tuple[str, ...]] | Non
     return parts, f"{{:{pen.table.name}.{pen.recipe.ref}}} IN ({keys})", (one,)
 
 
-def _raise(pen: _Pen) -> _Draft | None:
+def _raise(pen: Pen) -> Draft | None:
     found = _children_of(pen)
     if found is None:
         return None
@@ -290,10 +231,10 @@ def _raise(pen: _Pen) -> _Draft | None:
     parts |= {"col": pen.column(pen.recipe.column), "N": str(step)}
     texts = ("Raise the {col} of all {tables} of the {parent} '{X}' by {N}.",)
     sql = f"UPDATE {{{pen.table.name}}} SET {column} = {column} + {step} WHERE {where} AND {column} IS NOT NULL"
-    return _Draft(texts, sql, parts, unique, writes=True)
+    return Draft(texts, sql, parts, unique, writes=True)
 
 
-def _delete(pen: _Pen) -> _Draft | None:
+def _delete(pen: Pen) -> Draft | None:
     found = _children_of(pen)
     bound = pen.bound(pen.table, pen.recipe.column)
     if found is None or bound is None:
@@ -303,10 +244,10 @@ def _delete(pen: _Pen) -> _Draft | None:
     parts |= {"col": pen.column(pen.recipe.column), "N": literal(bound)}
     texts = ("Delete the {tables} of the {parent} '{X}' with {col} under {N}.",)
     sql = f"DELETE FROM {{{t}}} WHERE {where} AND {{:{t}.{pen.recipe.column}}} < {literal(bound)}"
-    return _Draft(texts, sql, parts, unique, writes=True)
+    return Draft(texts, sql, parts, unique, writes=True)
 
 
-def _insert(pen: _Pen) -> _Draft | None:
+def _insert(pen: Pen) -> Draft | None:
     t, key, label, column = pen.table.name, pen.table.key, pen.table.label, pen.recipe.column
     name, value = pen.value(pen.table, label.name) if label else None, pen.value(pen.table, column)
     if name is None or value is None or key is None or label is None:
@@ -320,25 +261,25 @@ def _insert(pen: _Pen) -> _Draft | None:
     texts = ("Add a {table} with {key} {N}, {label} '{X}' and {col} '{V}'; leave everything else empty.",)
     columns = ", ".join(f"{{:{t}.{c}}}" for c in (key.name, label.name, column))
     sql = f"INSERT INTO {{{t}}} ({columns}) VALUES ({number}, {literal(name)}, {literal(value)})"
-    return _Draft(texts, sql, parts, writes=True)
+    return Draft(texts, sql, parts, writes=True)
 
 
-def _above(pen: _Pen) -> _Draft | None:
+def _above(pen: Pen) -> Draft | None:
     t, column = pen.table.name, f"{{{pen.table.name}.{pen.recipe.column}}}"
     parts = _words(pen, col=pen.column(pen.recipe.column))
     texts = ("How many {tables} have {col} above the average {col} of all {tables}?",)
-    return _Draft(texts, f"SELECT COUNT(*) FROM {{{t}}} WHERE {column} > (SELECT AVG({column}) FROM {{{t}}})", parts)
+    return Draft(texts, f"SELECT COUNT(*) FROM {{{t}}} WHERE {column} > (SELECT AVG({column}) FROM {{{t}}})", parts)
 
 
-def _frequent(pen: _Pen) -> _Draft | None:
+def _frequent(pen: Pen) -> Draft | None:
     t, cat, k = pen.table.name, pen.recipe.other, pen.rng.randint(1, 4)
     parts = _words(pen, cat=pen.column(cat), N=str(k))
     texts = ("How many values of {cat} occur for more than {N} {tables}?",)
     group = f"SELECT 1 FROM {{{t}}} WHERE {{{t}.{cat}}} IS NOT NULL GROUP BY {{{t}.{cat}}} HAVING COUNT(*) > {k}"
-    return _Draft(texts, f"SELECT COUNT(*) FROM ({group})", parts)
+    return Draft(texts, f"SELECT COUNT(*) FROM ({group})", parts)
 
 
-def _without(pen: _Pen) -> _Draft | None:
+def _without(pen: Pen) -> Draft | None:
     parent, _ = _link(pen)
     assert parent.key is not None
     t = pen.table.name
@@ -346,17 +287,17 @@ def _without(pen: _Pen) -> _Draft | None:
     parts = _words(pen, parent=word, parents=plural(word))
     texts = ("How many {parents} have no {table} at all?",)
     inner = f"SELECT 1 FROM {{{t}}} WHERE {{{t}.{pen.recipe.ref}}} = {{{parent.name}.{parent.key.name}}}"
-    return _Draft(texts, f"SELECT COUNT(*) FROM {{{parent.name}}} WHERE NOT EXISTS ({inner})", parts)
+    return Draft(texts, f"SELECT COUNT(*) FROM {{{parent.name}}} WHERE NOT EXISTS ({inner})", parts)
 
 
-def _different(pen: _Pen) -> _Draft | None:
+def _different(pen: Pen) -> Draft | None:
     over = _over(pen)
     if over is None:
         return None
     t, cat = pen.table.name, pen.recipe.other
     parts = _words(pen, cat=pen.column(cat), col=pen.column(pen.recipe.column), N=literal(over[0]))
     texts = ("How many different values of {cat} do the {tables} with {col} over {N} have?",)
-    return _Draft(texts, f"SELECT COUNT(DISTINCT {{{t}.{cat}}}) FROM {{{t}}} WHERE {over[1]}", parts)
+    return Draft(texts, f"SELECT COUNT(DISTINCT {{{t}.{cat}}}) FROM {{{t}}} WHERE {over[1]}", parts)
 
 
 _KINDS = {

@@ -1,0 +1,164 @@
+"""What the kinds of question are written with: concepts, words for them, and values of the task's own side to name.
+
+Owns: `Pen` and `Draft`. A kind is a function from a pen to a draft: SQL over concepts (`{track.price}`) and the parts
+of a sentence. Invariants: a value that a draft names belongs to the pen's side.
+Called by: `standard`, `hard`, `expert`, `changes`.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from springtide.suites.db.catalog import Database, Side, Table, databases, may_name
+from springtide.suites.db.library import Library
+from springtide.suites.db.naming import plural
+from springtide.suites.db.question import literal
+from springtide.suites.db.recipes import Recipe
+
+_LONG = 48  # characters of a name a question may utter
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A question over concepts: `sql` in placeholders, `parts` for the sentence, `unique` as in `Question`."""
+
+    texts: tuple[str, ...]
+    sql: str
+    parts: dict[str, str]
+    unique: tuple[str, ...] = ()
+    writes: bool = False
+    ordered: bool = False
+
+
+class Pen:
+    """What the kinds need to write their question: the concepts, words for them, and values to name."""
+
+    def __init__(self, recipe: Recipe, side: Side, library: Library, rng: random.Random) -> None:
+        self.recipe, self.side, self.library, self.rng = recipe, side, library, rng
+        self.database: Database = databases()[recipe.database]
+        self.table: Table = self.database.tables[recipe.table]
+        self.parent: Table | None = self.database.tables[recipe.parent] if recipe.parent else None
+
+    def word(self, words: tuple[str, ...]) -> str:
+        return self.rng.choice(words[:2]) if self.rng.random() < 0.5 else words[0]
+
+    def column(self, name: str, table: Table | None = None) -> str:
+        return self.word((table or self.table).column(name).words)
+
+    def value(self, table: Table, column: str) -> Any:
+        """A value of this side that a question may utter; None if there is none."""
+        pool = self.library.pool(self.database.name, self.side, table.name, column)
+        if not pool:
+            return None
+        for _ in range(20):
+            value = self.rng.choice(pool)
+            if isinstance(value, str) and (
+                len(value) > _LONG or re.search(r"[{}\n]", value) or not may_name(self.side, value)
+            ):
+                continue
+            return value
+        return None
+
+    def bound(self, table: Table, column: str) -> Any:
+        """A value from the middle of a number column."""
+        pool = self.library.pool(self.database.name, self.side, table.name, column)
+        middle = pool[len(pool) // 5 : max(len(pool) // 5 + 1, len(pool) * 4 // 5)]
+        return self.rng.choice(middle) if middle else None
+
+    def named(self, table: Table) -> tuple[str, str] | None:
+        """A row by its label: its name, and the statement that says the name is one row's only."""
+        label = table.label
+        name = self.value(table, label.name) if label else None
+        if name is None or label is None:
+            return None
+        one = f"SELECT COUNT(*) FROM {{{table.name}}} WHERE {{{table.name}.{label.name}}} = {literal(name)}"
+        return str(name), one
+
+
+class DeepPen(Pen):
+    """A pen for recipes of `hard` and `expert`: every concept of the recipe as a placeholder and as a word.
+
+    `t p f`: the table, its parent, the parent's parent; `key_*`, `label_*`: their key and label; `c cat day ref up`:
+    the recipe's columns. All are qualified; `bare` drops the table, for SET lists and for sub-queries under an alias.
+    """
+
+    def __init__(self, recipe: Recipe, side: Side, library: Library, rng: random.Random) -> None:
+        super().__init__(recipe, side, library, rng)
+        self.far: Table | None = self.database.tables[recipe.far] if recipe.far else None
+        self.t, self.p, self.f = (f"{{{name}}}" for name in (recipe.table, recipe.parent, recipe.far))
+        self.c, self.cat, self.day, self.ref = (
+            self.of(self.table, name) for name in (recipe.column, recipe.other, recipe.day, recipe.ref)
+        )
+        self.key, self.label = self.key_of(self.table), self.label_of(self.table)
+        self.key_p, self.label_p = self.key_of(self.parent), self.label_of(self.parent)
+        self.key_f, self.label_f = self.key_of(self.far), self.label_of(self.far)
+        self.link = f"{self.t} JOIN {self.p} ON {self.ref} = {self.key_p}"
+        if self.far and self.parent:
+            self.link += f" JOIN {self.f} ON {self.of(self.parent, recipe.up)} = {self.key_f}"
+
+    @staticmethod
+    def of(table: Table | None, column: str) -> str:
+        return f"{{{table.name}.{column}}}" if table and column else ""
+
+    def key_of(self, table: Table | None) -> str:
+        return self.of(table, table.key.name) if table and table.key else ""
+
+    def label_of(self, table: Table | None) -> str:
+        return self.of(table, table.label.name) if table and table.label else ""
+
+    def parts(self, **more: Any) -> dict[str, str]:
+        """Words for all concepts of the recipe, and `more` (upper case: what the question names)."""
+        recipe, out = self.recipe, {}
+        for name, table in (("table", self.table), ("parent", self.parent), ("far", self.far)):
+            if table is not None:
+                word = self.word(table.words)
+                out[name], out[name + "s"] = word, plural(word)
+                if table.label:
+                    out["label" if name == "table" else "label_" + name[0]] = self.word(table.label.words)
+        for name, column in (("col", recipe.column), ("cat", recipe.other), ("date", recipe.day)):
+            if column:
+                out[name] = self.column(column)
+        return out | {k: v if isinstance(v, str) else literal(v) for k, v in more.items()}
+
+    def over(self) -> Any:
+        """A bound of the recipe's number column; None if it has none."""
+        return self.bound(self.table, self.recipe.column)
+
+    def one_of(self, table: Table | None) -> tuple[str, str, str] | None:
+        """A row by name: the name, the condition that finds it, the statement that says it is the only one."""
+        found = self.named(table) if table else None
+        return (found[0], f"{self.label_of(table)} = {literal(found[0])}", found[1]) if found else None
+
+    def two_of(self, table: Table | None) -> tuple[tuple[str, str, str], tuple[str, str, str]] | None:
+        """Two different rows by name."""
+        one, other = self.one_of(table), self.one_of(table)
+        return (one, other) if one and other and one[0] != other[0] else None
+
+    def shared(self) -> str | None:
+        """A value of the recipe's word column."""
+        value = self.value(self.table, self.recipe.other)
+        return None if value is None else str(value)
+
+    def two_shared(self) -> tuple[str, str] | None:
+        one, other = self.shared(), self.shared()
+        return (one, other) if one is not None and other is not None and one != other else None
+
+
+def bare(sql: str) -> str:
+    """The same columns without their tables."""
+    return re.sub(r"\{(\w+\.\w+)\}", r"{:\1}", sql)
+
+
+def alone(metric: str, group: str) -> str:
+    """The statement that gives 1 if no other group has as much as the first."""
+    found = f"SELECT {metric} AS n {group}"
+    return f"SELECT COUNT(*) FROM ({found}) WHERE n = (SELECT MAX(n) FROM ({found}))"
+
+
+def apart(metric: str, source: str, count: int, way: str = "DESC") -> str:
+    """The statement that gives 1 if the first `count` values of a sorted source are all there and differ."""
+    head = f"SELECT {metric} AS v {source} ORDER BY {metric} {way} LIMIT {count}"
+    return f"SELECT COUNT(*) = COUNT(DISTINCT v) FROM ({head})"
