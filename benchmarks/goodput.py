@@ -229,12 +229,12 @@ def _peer(args: argparse.Namespace, parser: argparse.ArgumentParser, seconds: fl
         return None
     installed = one_turn.versions(args.trl)
     if args.quick:
-        return Peer(args.trl, one_turn.GRID[1], one_turn.TRIAL_STEPS, QUICK_GROUPS)
+        return Peer(args.trl, one_turn.QUICK, one_turn.TRIAL_STEPS, QUICK_GROUPS)
     cells = one_turn.stored(installed)
     if not cells:
         parser.error("TRL's settings are not chosen yet; first run --tune --trl PYTHON --missing")
     setting = one_turn.best(cells)
-    return Peer(args.trl, setting, one_turn.steps_within(seconds, cells[setting]), one_turn.GROUPS)
+    return Peer(args.trl, setting, one_turn.steps_within(seconds, cells[setting], setting.ahead), one_turn.GROUPS)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

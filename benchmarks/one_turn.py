@@ -37,7 +37,7 @@ MODEL = "springtide-nano"
 USES = tuple(f"{HERE / 'wrapped.py'}:OneTurn{suite}" for suite in ("Db", "Kg", "Household"))
 GROUPS, MEMBERS, MAX_TOKENS = 16, 8, 64  # of a step; the quickstart's
 LR = 1e-8
-TRIAL_STEPS = 3  # the first is not counted
+TRIAL_STEPS = 3  # the first is not counted; the others are one generation, where two steps' are made at once
 TARGET = 2.0
 NOT_INSTALLED = "TRL: not installed"
 _PROGRAM = (HERE / "peer_trl.py", HERE / "wrapped.py")
@@ -59,6 +59,7 @@ class Setting:
         return f"{self.threads}t{self.processes}p-{self.per_device}" + (f"-ahead{self.ahead}" if self.ahead > 1 else "")
 
 
+QUICK = Setting(threads=1, processes=2, per_device=16)
 GRID = tuple(
     Setting(threads, processes, size)
     for threads, processes, sizes in ((1, 1, (16, 32, 64, 128)), (2, 1, (16, 32, 64, 128)), (1, 2, (16, 32, 64)))
@@ -161,15 +162,16 @@ def speed_of(result: Json, groups: int) -> Speed:
     loss = sum(step["loss_tokens"] for step in rest)
     return Speed(
         loss_tokens_per_s=loss / seconds,
-        all_tokens_per_s=(rest[-1]["tokens"] - first["tokens"]) / seconds,
+        all_tokens_per_s=sum(step["tokens"] for step in rest) / seconds,
         step_s=seconds / len(rest),
         completion=loss / (len(rest) * groups * MEMBERS),
     )
 
 
-def steps_within(seconds: float, trial: Json) -> int:
-    """How many steps a run of about `seconds` has, as a trial went."""
-    return 1 + max(2, math.ceil(seconds / speed_of(trial["result"], GROUPS).step_s))
+def steps_within(seconds: float, trial: Json, ahead: int) -> int:
+    """How many steps a run of about `seconds` has, as a trial went: the first, and whole generations behind it."""
+    counted = max(2, math.ceil(seconds / speed_of(trial["result"], GROUPS).step_s))
+    return 1 + ahead * math.ceil(counted / ahead)
 
 
 # --- the choice of TRL's setting --------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """TRL's GRPOTrainer as one arm of `goodput.py`, in the interpreter of an environment of its own.
 
 Owns: TRL's settings. Reads one JSON file, `{model, prompts, threads, processes, per_device, batch, generations,
-max_tokens, ahead, steps, lr, seed, out}`, trains that many steps, and writes to `out` what each step took and held by
-TRL's own counts. `batch` completions make an optimiser step, `generations` of each prompt, and `ahead` steps' are
-generated at once. Run by torch.distributed where there is more than one process.
+max_tokens, ahead, steps, lr, seed, out}`, trains that many steps, and writes to `out` when each step ended and what it
+trained by TRL's own counts. `batch` completions make an optimiser step, `generations` of each prompt, and `ahead`
+steps' are generated at once. Run by torch.distributed where there is more than one process.
 Called by: `goodput.py --trl PYTHON`, as `PYTHON [-m torch.distributed.run ...] peer_trl.py SETTINGS`. Knows nothing of
 Springtide; its reward is `wrapped.reward`.
 """
@@ -43,17 +43,20 @@ def main() -> None:
     datasets.disable_progress_bars()
     steps: list[dict[str, float]] = []
 
+    made: dict[str, float] = {"total": 0.0}  # by the last generation
+
     class Watch(transformers.TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             steps.append({"t": time.monotonic()})
 
         def on_log(self, *args: Any, logs: dict[str, Any], **__: Any) -> None:
-            if "num_tokens" in logs:
-                steps[-1] |= {
-                    "loss_tokens": float(logs["completions/mean_length"]) * given["batch"],
-                    "tokens": float(logs["num_tokens"]),  # since the start
-                    "reward": float(logs["reward"]),
-                }
+            if "train_runtime" in logs:  # the summary at the end
+                return
+            if "completions/mean_length" in logs:  # completions were generated for this step, and `ahead` - 1 more
+                total = float(logs["num_tokens"])  # prompts and completions, since the start
+                made["tokens"], made["total"] = (total - made["total"]) / given["ahead"], total
+                made["loss_tokens"] = float(logs["completions/mean_length"]) * given["batch"]
+            steps[-1] |= {"loss_tokens": made["loss_tokens"], "tokens": made["tokens"]}
 
     config = trl.GRPOConfig(
         output_dir=given["out"] + ".scratch",

@@ -174,8 +174,7 @@ def test_no_completion_of_the_comparison_ends_early(tmp_path: Path) -> None:
 def _run(step_s: float, completion: float = 64.0, steps: int = 3) -> dict[str, Any]:
     batch = one_turn.GROUPS * one_turn.MEMBERS
     per_step = [
-        {"t": 100 + step_s * i, "loss_tokens": completion * batch, "tokens": 90.0 * batch * (i + 1)}
-        for i in range(steps)
+        {"t": 100 + step_s * i, "loss_tokens": completion * batch, "tokens": 90.0 * batch} for i in range(steps)
     ]
     return {"steps": per_step}  # fmt: skip
 
@@ -183,8 +182,9 @@ def _run(step_s: float, completion: float = 64.0, steps: int = 3) -> dict[str, A
 def test_a_peers_speed_is_that_of_its_steps_but_the_first() -> None:
     speed = one_turn.speed_of(_run(2.0), one_turn.GROUPS)
     assert speed == one_turn.Speed(64 * 128 / 2.0, 90 * 128 / 2.0, 2.0, 64.0)
-    assert one_turn.steps_within(90, {"result": _run(4.0)}) == 24
-    assert one_turn.steps_within(1, {"result": _run(4.0)}) == 3
+    assert one_turn.steps_within(90, {"result": _run(4.0)}, 1) == 24
+    assert one_turn.steps_within(90, {"result": _run(4.0)}, 2) == 25, "whole generations"
+    assert one_turn.steps_within(1, {"result": _run(4.0)}, 1) == 3
 
 
 def test_trl_is_measured_at_its_best_setting_and_only_when_all_were_tried(tmp_path: Path) -> None:
