@@ -441,6 +441,7 @@ def springtide(*args: str, log: Path) -> Finished:
 _PURPOSE = {
     "engine": "The local engine's speed",
     "goodput": "Tokens that are learned from, a second",
+    "household": "What policies without a model reach at each level of household, on `test`",
     "latency": "Asynchronous against synchronous, with tools that answer late",
     "learning": "The quickstart's claim",
     "multitask": "One policy for three suites, and what its two devices are worth",

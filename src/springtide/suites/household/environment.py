@@ -1,30 +1,37 @@
-"""`Household`: search, carry, use. One agent in one room, which sees only what lies where it stands.
+"""`Household`: search, carry, use. One agent in a room or a house, which sees only what lies where it stands.
 
 Levels: `quick` (3 or 4 places named by one word, objects known by colour, one-word replies, eight turns, place and
-heat/cool/clean then place) and `standard` (all six kinds of ALFWorld's tasks, 8 to 12 numbered places of which many
-are closed, thirty turns). Reward 1 when the goal's state holds, which also ends the episode; an action that cannot be
-done is answered with its reason, costs its turn and nothing more (two in a row do not end the episode).
+heat/cool/clean then place); `standard` (all six kinds of ALFWorld's tasks in one room, 8 to 12 numbered places of
+which many are closed, thirty turns); then houses of several rooms (`houses`): `hard` (one errand of twelve families),
+`expert` (two errands) and `master` (three, five to seven rooms). Reward 1 when the goal's state holds, which also ends
+the episode; an action that cannot be done is answered with its reason, costs its turn and nothing more (two in a row
+do not end the episode). The tasks of a house are drawn when their episode starts, so that to list a level costs
+nothing.
 Invariant: the world changes only through the tools. Called by: `springtide.env`, through `SUITE`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from springtide.env import Environment, Limits, Suite, Task, TaskList, ToolError, tool
 from springtide.suites.household.expert import play
 from springtide.suites.household.generate import MAX_TURNS, SIZES, draw
+from springtide.suites.household.houses import HOUSES
 from springtide.suites.household.text import refusal_text, reply_text
 from springtide.suites.household.world import TOOLS, Impossible, world_of
 
+_drawn = lru_cache(maxsize=256)(draw)  # the members of a group play the same task; nobody changes a payload
 _LIMITS = {level: Limits(max_turns=turns) for level, turns in MAX_TURNS.items()}
 
 
 class Household(Environment):
     name = "household"
     version = "1"
-    levels = ("quick", "standard")
+    levels = tuple(MAX_TURNS)
     max_turns = MAX_TURNS["standard"]
 
     @classmethod
@@ -32,13 +39,15 @@ class Household(Environment):
         """Tasks drawn on demand; see `generate`."""
 
         def make(index: int) -> Task:
-            return cls.make_task(split, level, index, draw(split, level, index), limits=_LIMITS[level])
+            payload = {} if level in HOUSES else draw(split, level, index)
+            return cls.make_task(split, level, index, payload, limits=_LIMITS[level])
 
         return TaskList(SIZES[split], make)
 
     async def start(self) -> str:
-        self._world, self._goal = world_of(self.task.payload)
-        return self.task.payload["prompt"]
+        self._payload = await self._draw()
+        self._world, self._goal = world_of(self._payload)
+        return self._payload["prompt"]
 
     def offered(self) -> Sequence[str]:
         return TOOLS[self.task.level]
@@ -84,6 +93,11 @@ class Household(Environment):
         return self._act("clean", object=object)
 
     @tool
+    async def slice(self, object: str) -> str:
+        """Slice an object while you hold a blade."""
+        return self._act("slice", object=object)
+
+    @tool
     async def use(self, object: str) -> str:
         """Switch on a lamp."""
         return self._act("use", object=object)
@@ -100,8 +114,13 @@ class Household(Environment):
 
     async def gold(self) -> list[tuple[str, dict[str, Any]]]:
         """The calls of the expert, who sees what the agent sees."""
-        calls, _ = play(self.task.level, *world_of(self.task.payload))
+        calls, _ = play(self.task.level, *world_of(await self._draw()))
         return [(name, dict(arguments)) for name, arguments in calls]
+
+    async def _draw(self) -> dict[str, Any]:
+        """The task's payload; in a thread where it takes milliseconds."""
+        task = self.task
+        return task.payload or await asyncio.to_thread(_drawn, task.split, task.level, task.index)
 
     def _act(self, name: str, /, **arguments: str) -> str:
         """Do an action and answer in the level's words. Raises: ToolError when it is impossible."""
@@ -110,7 +129,7 @@ class Household(Environment):
         except Impossible as refusal:
             raise ToolError(refusal_text(self.task.level, str(refusal))) from None
         if self._goal.holds(self._world):
-            self.reward(1.0, self.task.payload["instruction"])
+            self.reward(1.0, self._payload["instruction"])
             self.end("the goal holds")
         return reply_text(self.task.level, result)
 

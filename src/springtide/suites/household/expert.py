@@ -1,10 +1,11 @@
 """The expert: a searcher that knows no more than the prompt and the replies say. Its calls are the suite's gold.
 
-The rule, all of it: go through the listed places in order until the wanted object is seen, opening what is closed;
-pass over places of the kind the task names as destination (the object never starts there). At `standard` the places
-where such an object is usually kept come first (`tables.THINGS[...].homes`, common knowledge about kinds, not about
-this room), then the rest, each in listed order. What was seen on the way is remembered. Then: treat it at the first
-listed appliance that does so, and bring it to the first listed destination.
+`explorer` has the one for houses of several rooms; `play` lets either act. The rule here, all of it: go through the
+listed places in order until the wanted object is seen, opening what is closed; pass over places of the kind the task
+names as destination (the object never starts there). At `standard` the places where such an object is usually kept
+come first (`tables.THINGS[...].homes`, common knowledge about kinds, not about this room), then the rest, each in
+listed order. What was seen on the way is remembered. Then: treat it at the first listed appliance that does so, and
+bring it to the first listed destination.
 Invariant: a generator that gets reply texts and nothing else, so it cannot look into the world.
 Called by: `generate` (every task is solved once when it is drawn), `environment.gold`.
 """
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 
+from springtide.suites.household.explorer import explore
+from springtide.suites.household.goals import Errands
 from springtide.suites.household.tables import RECEPTACLES, THINGS
 from springtide.suites.household.text import refusal_text, reply_text, seen_in
 from springtide.suites.household.world import Call, Goal, Impossible, World, kind_of
@@ -101,10 +104,14 @@ def expert(level: str, goal: Goal, places: list[str]) -> Plan:
     yield from me.deliver()
 
 
-def play(level: str, world: World, goal: Goal) -> tuple[list[Call], bool]:
+def play(level: str, world: World, goal: Goal | Errands) -> tuple[list[Call], bool]:
     """Let the expert act in `world`. Returns its calls and whether the goal held after the last and not before."""
     calls: list[Call] = []
-    plan = expert(level, goal, list(world.places))
+    if isinstance(goal, Errands):
+        assert world.room is not None  # what the prompt shows
+        plan = explore(goal, world.room)
+    else:
+        plan = expert(level, goal, list(world.places))
     try:
         call = next(plan)
         while True:

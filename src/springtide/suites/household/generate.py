@@ -1,8 +1,9 @@
 """Drawing household tasks: which world, which goal, in which words; the same task for an index in every process.
 
-Owns the splits. `train` and `test` share kinds of objects and places and the instruction templates; a hash puts each
-goal (kind, object, destination) and each layout (places in listed order) into one of the two, so no goal and no
-arrangement of a room is in both. `ood` has objects, places, colours and templates that no training task has.
+Draws `quick` and `standard` itself and leaves the levels of several rooms to `houses`. `train` and `test` share kinds
+of objects and places and the instruction templates; a hash puts each goal (kind, object, destination) and each layout
+(places in listed order) into one of the two, so no goal and no arrangement of a room is in both. `ood` has objects,
+places, colours and templates that no training task has.
 Invariants: the goal does not hold at the start; the expert solves every task within its level's bound; a task has at
 least three calls. A draw that fails one of them is drawn again, from the same stream of random numbers.
 Called by: `environment.Household.tasks`, the tests.
@@ -10,13 +11,14 @@ Called by: `environment.Household.tasks`, the tests.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Sequence
 from typing import Any
 
 from springtide.suites.household.expert import play
+from springtide.suites.household.houses import HOUSES, draw_house
 from springtide.suites.household.phrases import a, plural, skeletons
+from springtide.suites.household.splits import Again, of_split, stable_hash
 from springtide.suites.household.tables import (
     COLOURS,
     OOD_COLOURS,
@@ -32,14 +34,13 @@ from springtide.suites.household.text import prompt_text
 from springtide.suites.household.world import kind_of, world_of
 
 SIZES = {"train": 2400, "test": 600, "ood": 600}
-MAX_TURNS = {"quick": 8, "standard": 30}
+MAX_TURNS = {"quick": 8, "standard": 30, **{level: spec.max_turns for level, spec in HOUSES.items()}}
 # How often each kind is drawn. Treating costs two more turns, and the quick level has few to give.
 KINDS: dict[str, dict[str, int]] = {
     "quick": {"place": 5, "heat": 1, "cool": 1, "clean": 1},
     "standard": {"place": 1, "heat": 1, "cool": 1, "clean": 1, "look": 1, "two": 1},
 }
 _MOST_GOLD = {"quick": 7, "standard": 24}  # leaves a policy at least one turn (quick) or six for a detour
-_TEST_SHARE = 5  # one goal and one layout in this many belong to `test`
 # How often an object lies where its kind is usually kept; at quick less, for with few places one could guess it unseen.
 _AT_HOME = {"quick": 0.6, "standard": 0.8}
 _FIRST = 0.7  # quick: how often the object is at the first place searched; else it is at the second
@@ -49,17 +50,15 @@ _TRIES = 20  # looks for a goal or layout of the right split before the draw sta
 _LABELS = range(1, 21)  # standard: object numbers are drawn from these, so that none can be guessed
 
 
-class _Again(Exception):
-    """This draw does not make a task; draw on."""
-
-
 def draw(split: str, level: str, index: int) -> dict[str, Any]:
     """The payload of a task: goal, room, places, items, instruction, skeleton, prompt. Plain data, same everywhere."""
-    rng = random.Random(_hash("task", level, split, index))
+    rng = random.Random(stable_hash("task", level, split, index))
     while True:
         try:
+            if level in HOUSES:
+                return draw_house(rng, split, level)
             return _quick(rng, split) if level == "quick" else _standard(rng, split)
-        except _Again:
+        except Again:
             continue
 
 
@@ -82,10 +81,10 @@ def _quick(rng: random.Random, split: str) -> dict[str, Any]:
         rng.shuffle(searched)
         places = [*searched[:after], home, *searched[after:]]
         places.insert(rng.randint(0, size), dest)
-        if _of_split(split, "layout", *(p.name for p in places)):
+        if of_split(split, "layout", *(p.name for p in places)):
             break
     else:
-        raise _Again  # with few places to choose from, all orders may belong to the other split
+        raise Again  # with few places to choose from, all orders may belong to the other split
     colours = list(COLOURS + OOD_COLOURS if ood else COLOURS)
     colour = rng.choice(OOD_COLOURS if ood else COLOURS)
     colours.remove(colour)
@@ -111,10 +110,10 @@ def _standard(rng: random.Random, split: str) -> dict[str, Any]:
     must = [dest] if isinstance(dest, Receptacle) else []
     for _ in range(_TRIES):
         places = _places(rng, [*must, *_appliance(rng, kind, kinds)], kinds)
-        if _of_split(split, "layout", *places) and (not ood or any(RECEPTACLES[kind_of(p)].ood for p in places)):
+        if of_split(split, "layout", *places) and (not ood or any(RECEPTACLES[kind_of(p)].ood for p in places)):
             break
     else:
-        raise _Again
+        raise Again
     free = [p for p in places if kind_of(p) != dest.name]
     copies = 2 if kind == "two" or rng.random() < _SECOND_INSTANCE else 1
     wanted = [(thing, _usual(rng, thing, free)) for _ in range(copies)]
@@ -159,12 +158,12 @@ def _finish(
     }
     world, checked = world_of(payload)
     if checked.holds(world):
-        raise _Again
+        raise Again
     calls, solved = play(level, world, checked)
     if not solved:
         raise AssertionError(f"the expert does not solve {instruction!r}; places {places}, items {items}")
     if not 3 <= len(calls) <= _MOST_GOLD[level]:
-        raise _Again
+        raise Again
     return payload
 
 
@@ -184,9 +183,9 @@ def _goal(
     """An object and a destination (a lamp kind for `look`) whose goal belongs to the split."""
     for _ in range(_TRIES):
         thing, place = rng.choice(things), rng.choice(places)
-        if _of_split(split, "goal", kind, thing.name, place.name):
+        if of_split(split, "goal", kind, thing.name, place.name):
             return thing, place
-    raise _Again
+    raise Again
 
 
 def _appliance(rng: random.Random, kind: str, kinds: tuple[Receptacle, ...]) -> list[Receptacle]:
@@ -230,16 +229,6 @@ def _numbered(rng: random.Random, wanted: list[tuple[Thing, str]]) -> list[tuple
         if left is None:
             left = labels[thing.name] = rng.sample(_LABELS, len(_LABELS))
         if not left:
-            raise _Again
+            raise Again
         items.append((f"{thing.name} {left.pop()}", "", place))
     return items
-
-
-def _of_split(split: str, *key: str) -> bool:
-    """Whether a goal or a layout belongs to `split`; `ood` takes any, for its names set it apart."""
-    return split == "ood" or (_hash(*key) % _TEST_SHARE == 0) == (split == "test")
-
-
-def _hash(*key: object) -> int:
-    """The same number in every process, unlike `hash`."""
-    return int.from_bytes(hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest(), "little")

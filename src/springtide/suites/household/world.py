@@ -1,9 +1,13 @@
 """The household's world: places, objects and one agent, changed by actions and seen only from where the agent stands.
 
+At `quick` and `standard` it is one room; at the deeper levels a house of rooms joined by doors, where the agent reaches
+only the places of the room that it is in.
+
 Owns an episode's state. Invariants: each object is in exactly one place or in the agent's hand; the hand holds at most
 one; the contents of a place leave the world only through `Seen`, which the agent gets by standing there with the place
-open; an action that is impossible changes nothing. Deterministic: there is no chance after the task is drawn.
-Called by: `environment` (the tools), `generate` (verifying the expert), and the tests' random policies.
+open; a room's places leave it only through `Entered`; an action that is impossible changes nothing. Deterministic:
+there is no chance after the task is drawn.
+Called by: `environment` (the tools), `generate` and `houses` (verifying the expert), and random policies in tests.
 """
 
 from __future__ import annotations
@@ -12,13 +16,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from springtide.suites.household.tables import RECEPTACLES, THINGS, Receptacle, Thing
+from springtide.suites.household.furnishings import BLADES, OBJECTS, PLACES
+from springtide.suites.household.goals import Errands
+from springtide.suites.household.goals import kind_of as kind_of
+from springtide.suites.household.tables import Receptacle, Thing
 
 Call = tuple[str, dict[str, str]]
 
+_STANDARD = ("go", "open", "shut", "take", "put", "heat", "cool", "clean", "use", "examine", "inventory")
+_HOUSE = (*_STANDARD, "slice")
 TOOLS: dict[str, tuple[str, ...]] = {
     "quick": ("go", "open", "take", "put", "heat", "cool", "clean"),
-    "standard": (*("go", "open", "shut", "take", "put", "heat", "cool", "clean", "use", "examine", "inventory"),),
+    "standard": _STANDARD,
+    "hard": _HOUSE,
+    "expert": _HOUSE,
+    "master": _HOUSE,
 }
 _LETTER = {"heat": "h", "cool": "c", "clean": "w"}
 _BECOMES = {"heat": ("hot", "cold"), "cool": ("cold", "hot"), "clean": ("clean", "")}  # gained, lost
@@ -45,7 +57,16 @@ class Done:
     text: str
 
 
-Result = Seen | Done
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """What the agent sees of a room: its places, and the rooms its doors lead to."""
+
+    room: str
+    places: tuple[str, ...]
+    doors: tuple[str, ...]
+
+
+Result = Seen | Done | Entered
 
 
 @dataclass(slots=True)
@@ -53,6 +74,7 @@ class Place:
     name: str
     kind: Receptacle
     is_open: bool
+    room: str = ""  # "" where there is but one
     holds: list[Item] = field(default_factory=list)
 
 
@@ -105,22 +127,30 @@ class Goal:
         return there >= (2 if self.kind == "two" else 1)
 
 
-def kind_of(name: str) -> str:
-    """The kind of a named place or object: "drawer" for "drawer 2"."""
-    return name.partition(" ")[0]
-
-
 class World:
-    """One household. `places`: names in listed order. `items`: (name, colour, place name), in the order they lie."""
+    """One household. `places`: names in listed order. `items`: (name, colour, place name), in the order they lie.
 
-    def __init__(self, places: list[str], items: list[tuple[str, str, str]]) -> None:
-        kinds = {name: RECEPTACLES[kind_of(name)] for name in places}
+    `rooms`: (name, its places, the rooms its doors lead to); the agent starts in the first. None: all is one room.
+    """
+
+    def __init__(
+        self,
+        places: list[str],
+        items: list[tuple[str, str, str]],
+        rooms: list[tuple[str, list[str], list[str]]] | None = None,
+    ) -> None:
+        kinds = {name: PLACES[kind_of(name)] for name in places}
         self.places = {name: Place(name, kind, not kind.closed) for name, kind in kinds.items()}
         self.items: dict[str, Item] = {}
+        self.rooms = {name: Entered(name, tuple(inside), tuple(doors)) for name, inside, doors in rooms or ()}
+        for room in self.rooms.values():
+            for name in room.places:
+                self.places[name].room = room.room
+        self.room: Entered | None = next(iter(self.rooms.values()), None)
         self.at: Place | None = None
         self.held: Item | None = None
         for name, colour, place in items:
-            item = Item(name, THINGS[kind_of(name)], colour, self.places[place])
+            item = Item(name, OBJECTS[kind_of(name)], colour, self.places[place])
             self.items[name] = item
             self.places[place].holds.append(item)
 
@@ -129,6 +159,12 @@ class World:
         return _ACTIONS[tool](self, **arguments)
 
     def go(self, place: str) -> Result:
+        if self.room is not None:
+            if place == self.room.room:
+                raise Impossible(f"you are in {place}")
+            if place in self.room.doors:
+                self.room, self.at = self.rooms[place], None
+                return self.room
         target = self._place(place)
         if target is self.at:
             raise Impossible(f"you are at {place}")
@@ -183,6 +219,17 @@ class World:
     def clean(self, object: str) -> Result:
         return self._treat("clean", object)
 
+    def slice(self, object: str) -> Result:
+        if self.held is None or self.held.kind.name not in BLADES:
+            raise Impossible("you hold no blade")
+        item = self._visible(object)
+        if "s" not in item.kind.can:
+            raise Impossible(f"you cannot slice {object}")
+        if "sliced" in item.states:
+            raise Impossible(f"{object} is sliced")
+        item.states.add("sliced")
+        return Done(f"You slice {object} with {self.held.name}.")
+
     def use(self, object: str) -> Result:
         item = self._visible(object)
         if not item.kind.lamp:
@@ -193,6 +240,8 @@ class World:
         return Done(f"You switch on {object}.")
 
     def examine(self, name: str) -> Result:
+        if self.room is not None and name == self.room.room:
+            return self.room
         if name in self.places:
             return self._look(self._here(name))
         item = self.held if self.held is not None and self.held.name == name else self._visible(name)
@@ -205,7 +254,8 @@ class World:
     def valid(self, tools: tuple[str, ...]) -> list[Call]:
         """Every action of `tools` that would work now, in a fixed order."""
         here, held = self.at, self.held
-        calls: list[Call] = [("go", {"place": name}) for name, place in self.places.items() if place is not here]
+        reach = self.places if self.room is None else self.room.places + self.room.doors
+        calls: list[Call] = [("go", {"place": name}) for name in reach if here is None or name != here.name]
         if here is not None:
             seen = here.holds if here.is_open else []
             if here.kind.closed:
@@ -217,11 +267,15 @@ class World:
                     calls.append(("put", {"place": here.name}))
                 if here.kind.does and _LETTER[here.kind.does] in held.kind.can:
                     calls.append((here.kind.does, {"object": held.name}))
+            if held is not None and held.kind.name in BLADES:
+                calls += [("slice", {"object": i.name}) for i in seen if "s" in i.kind.can and "sliced" not in i.states]
             calls += [("use", {"object": i.name}) for i in seen if i.kind.lamp and "lit" not in i.states]
             calls += [("examine", {"name": i.name}) for i in seen]
             calls.append(("examine", {"name": here.name}))
         if held is not None:
             calls.append(("examine", {"name": held.name}))
+        if self.room is not None:
+            calls.append(("examine", {"name": self.room.room}))
         calls.append(("inventory", {}))
         return [call for call in calls if call[0] in tools]
 
@@ -239,6 +293,8 @@ class World:
         return Done(f"You {verb} {name} with {self.at.name}.")
 
     def _place(self, name: str) -> Place:
+        if self.room is not None and name not in self.room.places:
+            raise Impossible(f"there is no {name} in {self.room.room}")
         if name not in self.places:
             raise Impossible(f"there is no {name}")
         return self.places[name]
@@ -261,9 +317,12 @@ class World:
         return Seen(place.name, place.kind.prep, names, opened)
 
 
-_ACTIONS: dict[str, Callable[..., Result]] = {name: getattr(World, name) for name in TOOLS["standard"]}
+_ACTIONS: dict[str, Callable[..., Result]] = {name: getattr(World, name) for name in _HOUSE}
 
 
-def world_of(payload: dict[str, Any]) -> tuple[World, Goal]:
+def world_of(payload: dict[str, Any]) -> tuple[World, Goal | Errands]:
     """A fresh world and its goal, from a task's payload."""
-    return World(payload["places"], [tuple(i) for i in payload["items"]]), Goal(**payload["goal"])
+    items = [tuple(i) for i in payload["items"]]
+    if "errands" in payload:
+        return World(payload["places"], items, payload["rooms"]), Errands.of(payload["errands"])
+    return World(payload["places"], items), Goal(**payload["goal"])
