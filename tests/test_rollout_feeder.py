@@ -187,6 +187,29 @@ def test_late_groups_end_no_run_in_which_others_are_in_time(tmp_path: Path, monk
     assert sum(isinstance(e, Dropped) and e.cause == "deadline" for e in events) > feeding._LATE_WAVES
 
 
+def test_an_episode_of_an_evaluation_that_a_killed_process_took_uses_up_no_retry() -> None:
+    """Three kills during one evaluation left its episodes unscored."""
+
+    def attempts(cause: str, ends_at: int) -> tuple[list[int], int]:
+        asked: list[int] = []
+
+        async def play(spec: EpisodeSpec) -> EpisodeSummary:
+            asked.append(spec.retry)
+            lost = {"cause": cause, "status": "environment_error", "reward": None, "success": None}
+            return finished(spec, **({} if spec.retry == ends_at else lost))
+
+        def spec(task: TaskRef, visit: int, member: int, retry: int) -> EpisodeSpec:
+            return EpisodeSpec(task, visit, member, retry, "eval", 0, 1.0, 5, 64)
+
+        result = asyncio.run(evaluate({"s": [TASK]}, play, spec, samples=1, concurrency=1))
+        return asked, result.suites["s"].env_errors
+
+    assert attempts("worker_lost", ends_at=7) == (list(range(8)), 0)
+    assert attempts("tool", ends_at=7) == ([0, 1, 2], 1)
+    asked, errors = attempts("worker_lost", ends_at=-1)  # an environment that ends its worker each time
+    assert len(asked) == 12 and errors == 1
+
+
 def test_a_fault_in_an_evaluation_is_said_by_itself() -> None:
     """Outside the loop nothing unwrapped the group of exceptions: a traceback instead of a line."""
 

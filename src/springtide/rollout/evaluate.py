@@ -20,6 +20,7 @@ from springtide.trace import TaskRef
 
 Play = Callable[[EpisodeSpec], Awaitable[EpisodeSummary]]
 _RETRIES = 2  # for an episode whose environment failed
+_ATTEMPTS = 12  # in all: one that is lost to a killed process uses up no retry, but may be what kills it
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +95,13 @@ async def evaluate(
 
     async def one(suite: str, task: TaskRef, visit: int, member: int) -> None:
         async with limit:
-            for retry in range(_RETRIES + 1):
+            failures = 0
+            for retry in range(_ATTEMPTS):
                 spec = make_spec(task, visit, member, retry)
                 summary = await play(spec)
                 generated[suite] += summary.generated
-                if summary.cause is None:
+                failures += not summary.killed
+                if summary.cause is None or failures > _RETRIES:
                     break
         results[suite].setdefault(visit, []).append(summary)
         episodes.append(_episode(task, spec.temperature, summary))
