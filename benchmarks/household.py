@@ -7,7 +7,8 @@ Baselines, each without a model, on tasks of `test`:
   majority   the commonest gold of the training tasks of the same families
   prompt     a script made of the prompt alone by one who understands it all, but reads no reply and guesses numbers
   keywords   not counted as a baseline, for it reads: possible actions on what the task names go first, else it walks on
-Success needs no second opinion: it is the suite's own goal, checked after every action.
+Success is the suite's own goal, checked after every action. Called by: the command line, which stores the figures and
+writes them into docs/household.md; tests/test_suite_household_houses.py, on fewer tasks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from common import Load, Row, arguments, emit, report
+from common import REPO, Load, Row, arguments, emit, report
 
 from springtide.rollout.evaluate import wilson
 from springtide.suites.household.expert import play
@@ -30,6 +31,8 @@ from springtide.suites.household.world import TOOLS, Call, Impossible, World, wo
 
 Payload = dict[str, Any]
 Policy = Callable[[World, Payload, str, random.Random], Iterator[Call]]
+PAGE = REPO / "docs" / "household.md"
+_OPENS, _CLOSES = "<!-- generated: baselines -->\n", "<!-- end -->"
 MOST, MOST_AT_THE_TOP = 10.0, 2.0  # percent
 _TRAINING = 1200  # tasks whose gold `majority` has seen
 _FOLLOW = 0.7  # how often `keywords` takes up what the task names
@@ -173,7 +176,7 @@ def main() -> None:
             payloads = [draw("test", level, index) for index in range(tasks)]
             learned = majority([draw("train", level, index) for index in range(training)])
             for name, (policy, draws) in {**UNTRAINED, "majority": (learned, False)}.items():
-                won, episodes = measure(level, policy, payloads, 5 * tasks if draws else tasks)
+                won, episodes = measure(level, policy, payloads, 2 * tasks if draws else tasks)
                 low, high = wilson(won, episodes)
                 limit = MOST_AT_THE_TOP if name == "uniform" and level == list(MAX_TURNS)[-1] else MOST
                 rows.append(
@@ -188,8 +191,29 @@ def main() -> None:
                         extra={"episodes": episodes, "tasks": tasks, "won": won},
                     )
                 )
-    note = f"{SIZES['test']} tasks of `test`, played five times by policies that draw; intervals are Wilson's."
-    emit(report("household", rows, load, quick=options.quick, notes=[note]), as_json=options.json)
+    note = f"{SIZES['test']} tasks of `test`, played twice by policies that draw; intervals are Wilson's."
+    result = report("household", rows, load, quick=options.quick, notes=[note])
+    emit(result, as_json=options.json)
+    if not options.quick:
+        show(result)
+
+
+def page(result: Payload) -> str:
+    """The table of docs/household.md: percent, with the interval and the number of episodes."""
+    found = {tuple(row["target"].split(": ")): row for row in result["rows"]}
+    names = list(dict.fromkeys(name for _, name in found))
+    lines = [f"| level | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for level in dict.fromkeys(level for level, _ in found):
+        cells = [found[level, name] for name in names]
+        texts = [f"{c['value']:.2g} ({c['ci_low']:.2g} to {c['ci_high']:.2g}), n={c['episodes']}" for c in cells]
+        lines.append(f"| `{level}` | {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n"
+
+
+def show(result: Payload) -> None:
+    """Put the table into the page."""
+    head, _, rest = PAGE.read_text().partition(_OPENS)
+    PAGE.write_text(f"{head}{_OPENS}{page(result)}{_CLOSES}{rest.partition(_CLOSES)[2]}")
 
 
 if __name__ == "__main__":

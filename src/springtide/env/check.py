@@ -295,9 +295,10 @@ class Checker:
                 raise _Failed(f"limits.{name} is {seconds:g}; it must be above 0 and at most {_LONGEST_S:g} s")
         if limits.max_turns < 1:
             raise _Failed(f"max_turns is {limits.max_turns}; it must be at least 1")
-        longest = max((len(played.observations) for _, played in self._gold), default=0)
-        if longest > limits.max_turns:
-            raise _Failed(f"a gold solution takes {longest} turns, max_turns is {limits.max_turns}")
+        for task, played in self._gold:
+            turns, most = len(played.observations), (task.limits or limits).max_turns  # a level may have its own
+            if turns > most:
+                raise _Failed(f"a gold solution takes {turns} turns, max_turns is {most}")
         slowest = {"start_s": 0.0, "act_s": 0.0, "score_s": 0.0}
         for _, played in self._gold:
             for name, seconds in played.seconds.items():
