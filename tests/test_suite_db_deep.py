@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import random
 import re
@@ -31,8 +32,8 @@ from springtide.suites.db.question import Question, is_fair
 from springtide.suites.db.recipes import DEEP, _table, groups, recipes
 from springtide.trace import Message, Outcome, ToolCall
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-import db as baselines
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("benchmarks", "scripts")]
+baselines, db_tables = importlib.import_module("db"), importlib.import_module("db_tables")
 
 LEVELS = ("hard", "expert")
 SPLITS = ("train", "test", "ood")
@@ -110,6 +111,13 @@ def test_skeletons_of_ood_are_its_own(level: str) -> None:
     skeletons = {split: {q.skeleton for q in sample(level, split, 5)} for split in SPLITS}
     assert len(skeletons["train"]) >= 100 and len(skeletons["ood"]) >= 50
     assert not skeletons["ood"] & (skeletons["train"] | skeletons["test"])
+
+
+def test_the_page_shows_what_there_is_and_what_was_measured() -> None:
+    page = db_tables.PAGE.read_text()
+    assert db_tables.generate(page) == page, "run python scripts/db_tables.py"
+    values = [float(v) for v in re.findall(r"([\d.]+)%", db_tables.baseline_table())]
+    assert len(values) == len(SUITE.levels) * 2 * 8 and max(values) < 10
 
 
 # --- schemas ----------------------------------------------------------------------------------------------------------
