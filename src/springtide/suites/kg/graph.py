@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 
 from pyoxigraph import Literal, NamedNode, RdfFormat, Store
 
-from springtide.suites.kg.schema import ATTRIBUTES, RELATIONS, VIEWS, Attribute, Relation
+from springtide.suites.kg.schema import ATTRIBUTES, COUNTS, DEEP, RELATIONS, VIEWS, Attribute, Relation
 
 DATA = Path(__file__).with_name("data")
 _PREFIX = "urn:kg:"
@@ -48,6 +48,7 @@ class Graph:
         self.step = lru_cache(maxsize=50_000)(self._step)
         self.kind = lru_cache(maxsize=50_000)(self._kind)
         self.own = lru_cache(maxsize=50_000)(self._own)
+        self.value = lru_cache(maxsize=50_000)(self._value)
 
     def __len__(self) -> int:
         return len(self._store)
@@ -96,13 +97,18 @@ class Graph:
                 reached.update(self.step(entity, relation.predicate, relation.inverse))
         return frozenset(reached)
 
-    def value(self, entity: str, attribute: str) -> float | None:
-        """The number an entity carries, or None."""
+    def _value(self, entity: str, attribute: str) -> float | None:
+        """The number an entity carries, or None. A count of neighbours is a number every entity of the type carries."""
+        kind = self.kind(entity) or ""
+        if attribute in COUNTS.get(kind, ()):
+            counted = RELATIONS[kind][attribute.removesuffix(" count")]
+            return float(len(self.step(entity, counted.predicate, counted.inverse)))
         quad = next(self._store.quads_for_pattern(_node(entity), _predicate("#" + attribute), None), None)
         return float(quad.object.value) if quad and isinstance(quad.object, Literal) else None
 
-    def attributes(self, entities: Iterable[str]) -> dict[str, Attribute]:
-        """The attributes that at least one of the entities carries, by name."""
+    def attributes(self, entities: Iterable[str], level: str = "standard") -> dict[str, Attribute]:
+        """The attributes that at least one of the entities carries, by name; a deep level also counts neighbours."""
+        entities = list(entities)
         found: dict[str, Attribute] = {}
         for entity in entities:
             declared = ATTRIBUTES.get(self.kind(entity) or "", {})
@@ -111,6 +117,9 @@ class Graph:
                     found[name] = attribute
             if len(found) == len(declared):
                 break
+        if level in DEEP:
+            counts = [COUNTS.get(r.source, {}).get(f"{r.name} count") for r in self.relations(entities).values()]
+            found |= {attribute.name: attribute for attribute in counts if attribute is not None}
         return found
 
     def extreme(self, entities: Iterable[str], attribute: str, highest: bool) -> Entities:
@@ -120,3 +129,12 @@ class Graph:
             return frozenset()
         best = (max if highest else min)(values.values())
         return frozenset(e for e, v in values.items() if v == best)
+
+    def beyond(self, entities: Iterable[str], attribute: str, than: Iterable[str], above: bool) -> Entities:
+        """The entities with a higher (or a lower) value than the one entity `than`; none if that has no value."""
+        (reference,) = than
+        limit = self.value(reference, attribute)
+        if limit is None:
+            return frozenset()
+        values = {e: v for e in entities if (v := self.value(e, attribute)) is not None}
+        return frozenset(e for e, v in values.items() if (v > limit if above else v < limit))

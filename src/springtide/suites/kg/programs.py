@@ -1,9 +1,10 @@
 """Query programs: what a question means, in a form that yields both the answer and the calls that find it.
 
 A program is a nested list, as stored in the data: `["entity", i]` (the i-th named entity), `["hop", p, relation]`,
-`["and", p, q]`, `["count", p]`, `["max", p, attribute]`, `["min", p, attribute]`. Invariant: playing `calls` makes the
-variable that `evaluate` computes, so gold is right by construction.
-Called by: the environment (judge, gold) and the question writer.
+`["and", p, q]`, `["count", p]`, `["max", p, attribute]`, `["min", p, attribute]`, `["above", p, attribute, q]`,
+`["below", p, attribute, q]` (what of p has a higher, a lower value than the one entity q). Invariant: playing `calls`
+makes the variable that `evaluate` computes, so gold is right by construction.
+Called by: the environment (judge, gold) and the question writers.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ def evaluate(program: Program, entities: list[str], graph: Graph) -> Value:
             return frozenset([len(evaluate(inner, entities, graph))])
         case ["max" | "min" as end, inner, attribute]:
             return graph.extreme(evaluate(inner, entities, graph), attribute, end == "max")
+        case ["above" | "below" as side, inner, attribute, other]:
+            than = evaluate(other, entities, graph)
+            among = evaluate(inner, entities, graph)
+            return graph.beyond(among, attribute, than, side == "above") if len(than) == 1 else frozenset()
     raise ValueError(f"no such program: {program}")
 
 
@@ -60,6 +65,10 @@ def calls(program: Program, entities: list[str]) -> list[tuple[str, dict[str, An
                 at = play(inner)
                 look("get_attributes", at)
                 made.append((f"arg{end}", {"variable": at, "attribute": attribute}))
+            case ["above" | "below" as side, inner, attribute, other]:
+                at, than = play(inner), play(other)
+                look("get_attributes", at)
+                made.append((side, {"variable": at, "attribute": attribute, "than": than}))
             case _:
                 raise ValueError(f"no such program: {part}")
         variables += 1
@@ -81,4 +90,11 @@ def steps(program: Program) -> list[str]:
             return steps(inner)
         case [_, inner, name]:
             return [*steps(inner), name]
+        case [_, inner, name, other]:
+            return [*steps(inner), name, *steps(other)]
     raise ValueError(f"no such program: {program}")
+
+
+def hops(program: Program) -> int:
+    """How many relations it follows, over all its branches."""
+    return (program[0] == "hop") + sum(hops(part) for part in program[1:] if isinstance(part, list))

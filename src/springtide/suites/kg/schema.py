@@ -2,8 +2,9 @@
 
 Owns the names. A relation is a predicate read forwards or backwards (`country` of a city and `city` of a country are
 the same triples), so the data holds every fact once. Names are unique within a type. `VIEWS` says what a level shows:
-`standard` everything, `quick` a part whose lists stay short. Used by the graph, the question writer and the script
-that builds the data; it imports nothing heavy.
+`quick` a part whose lists stay short, the others everything; `hard` and `expert` also show `COUNTS`, numbers that are
+counted, not stored. Used by the graph, the question writers and the script that builds the data; it imports nothing
+heavy.
 """
 
 from __future__ import annotations
@@ -220,7 +221,17 @@ QUICK: dict[str, tuple[str, ...]] = {
     "genre": ("track", "album", "artist"),
     "format": ("track",),
 }
-VIEWS: dict[str, dict[str, tuple[str, ...]]] = {
-    "quick": QUICK,
-    "standard": {source: tuple(named) for source, named in RELATIONS.items()},
-}
+_ALL: dict[str, tuple[str, ...]] = {source: tuple(named) for source, named in RELATIONS.items()}
+VIEWS: dict[str, dict[str, tuple[str, ...]]] = {"quick": QUICK, "standard": _ALL, "hard": _ALL, "expert": _ALL}
+DEEP = ("hard", "expert")  # the levels of `deep`
+
+# How many neighbours an entity has along a relation, as an attribute; the words are used by `deep` alone.
+COUNTS: dict[str, dict[str, Attribute]] = {}
+for _source, _named in RELATIONS.items():
+    for _r in _named.values():
+        if not _r.single:
+            _of_it = "" if _r.phrase == "of {x}" else " " + _r.phrase.format(x="it")
+            _words = f"{_r.many}{_of_it}"
+            COUNTS.setdefault(_source, {})[f"{_r.name} count"] = Attribute(
+                _source, f"{_r.name} count", f"most {_words}", f"fewest {_words}"
+            )
