@@ -528,6 +528,14 @@ def test_a_policy_that_reads_passes_the_same_measure():
 # --- speed -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_levels_whole_catalogue_takes_less_than_two_seconds(level: str):
+    _questions.cache_clear()
+    began = time.process_time()
+    made = sum(1 for split in SPLITS for _ in SUITE.select(split, level))
+    assert made >= 2000 and time.process_time() - began < 2
+
+
 def test_loading_starting_and_acting_are_fast():
     began = time.process_time()
     Graph()
