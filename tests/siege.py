@@ -115,6 +115,10 @@ class Siege:
         """The end of what the run printed."""
         return self.output.read_text()[-4000:] if self.output.exists() else ""
 
+    def _scratch_files(self) -> list[Path]:
+        """Without the empty directory that PyTorch makes for its compiler as it is imported, one a user, and keeps."""
+        return [path for path in self.scratch.iterdir() if not path.name.startswith("torchinductor_")]
+
     def _tell(self, what: str) -> None:
         self.told.append(f"{time.monotonic() - self._began:6.1f} s  {what}")
         print(self.told[-1], flush=True)
@@ -123,7 +127,7 @@ class Siege:
         """No process, no temporary file or socket, no published weights, nothing half-written."""
         name = self.config.run_dir.name
         wait_for("the end of every process", lambda: not alive(self._pids), within_s=10)
-        wait_for("an empty temporary directory", lambda: not list(self.scratch.iterdir()), within_s=10)
+        wait_for("an empty temporary directory", lambda: not self._scratch_files(), within_s=10)
         assert [path for path in Path("/dev/shm").iterdir() if path.name.startswith(f"springtide-{name}-")] == []
         assert [path for path in self.config.run_dir.rglob(".*") if path.name != ".lock"] == []
         shutil.rmtree(self.scratch)
