@@ -58,7 +58,7 @@ class TextWorld(Environment):
     version = "1"
     levels = tuple(_GAMES)
     max_turns = max(_TURNS.values())
-    requires = Requires(memory_mb=5)  # and 100 to 450 MB a worker for Java, whatever the number of episodes
+    requires = Requires(memory_mb=1)  # and 100 to 450 MB a worker for Java, whatever the number of episodes
 
     @classmethod
     def tasks(cls, split: str, level: str) -> Sequence[Task]:
