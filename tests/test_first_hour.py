@@ -99,7 +99,7 @@ def test_a_run_is_evaluated_at_the_level_it_trained(two: str, tmp_path: Path) ->
 
 
 def test_the_shipped_model_is_evaluated_within_the_quickstarts_context() -> None:
-    config, _ = api._eval_config("springtide-nano", "db", "test", "quick", None, 0)
+    config, *_ = api._eval_config("springtide-nano", "db", "test", "quick", None, 0)
     quickstart = load_config(ROOT / "src/springtide/cli/quickstart.toml")
     assert config.model.context == quickstart.model.context
     assert config.rollout.max_new_tokens == quickstart.rollout.max_new_tokens
