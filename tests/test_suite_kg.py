@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from springtide.env import EpisodeRunner, Message, Task, load_suite
 from springtide.suites.kg import SUITE
-from springtide.suites.kg.deep import SHAPES
+from springtide.suites.kg.deep import SHAPES, generate_deep
 from springtide.suites.kg.environment import KnowledgeGraph, _questions
 from springtide.suites.kg.generate import bucket, generate
 from springtide.suites.kg.graph import Graph
@@ -163,8 +163,9 @@ def test_tasks_are_the_same_each_time_and_the_names_in_them_exist():
 
 
 @pytest.mark.slow
-def test_writing_the_questions_again_gives_the_same_questions():
-    assert json.loads(json.dumps(generate())) == _questions()
+@pytest.mark.parametrize(("write", "file"), [(generate, "questions"), (generate_deep, "deep")])
+def test_writing_the_questions_again_gives_the_same_questions(write: Callable[[], Any], file: str):
+    assert json.loads(json.dumps(write())) == _questions(file)
 
 
 # --- gold ------------------------------------------------------------------------------------------------------------
