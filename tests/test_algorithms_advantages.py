@@ -47,6 +47,15 @@ def test_a_penalty_is_taken_off_the_reward_before_the_baseline():
     assert values(result) == pytest.approx([0.5 - mean, 1.0 - mean, -0.1 - mean])
 
 
+def test_equal_rewards_are_equal_whatever_the_penalties():
+    """A penalty of a thousandth would become an advantage of 1 by the division by the deviation."""
+    members = tuple(Member(i, "completed", 1.0, True, 5, penalty=0.001 * i) for i in range(3))
+    rewards = [GroupRewards("t", 0, "s", members)]
+    assert advantages(rewards, plain())[0].dropped == "equal_rewards"
+    (kept,) = advantages(rewards, plain(equal_rewards="keep"))
+    assert kept.equal and values(kept) == [0.0, 0.0, 0.0]
+
+
 def test_leave_one_out_by_hand():
     # the first: 1 - (0 + 0 + 1) / 3
     assert leave_one_out(np.array([1.0, 0, 0, 1])) == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])

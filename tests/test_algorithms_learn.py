@@ -1,86 +1,82 @@
-"""Every loss and correction of the shelf learns a small task from samples, also from stale ones.
-
-The policy is a table of logits: at each of three places it takes one of four tokens; an episode earns 1 if at least two
-of its tokens are right. What is sampled is two updates old, as in an asynchronous run.
-"""
+"""Every part of the shelf learns a small task on the real engine, store and trainer, from samples two updates old."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
 import pytest
-import torch
-from torch import Tensor
+from tests.learning import LAG, learn, speaking_model
 
-from springtide.algorithms.advantages.group_relative import group_relative
-from springtide.algorithms.losses import Tokens, policy_loss
-from springtide.config import Algorithm
-
-PLACES, CHOICES, GROUPS, MEMBERS, STEPS, LAG = 3, 4, 6, 8, 40, 2
-RIGHT = torch.tensor([2, 0, 3])
+STEPS = 12
 
 
-def learn(algorithm: Algorithm, lr: float = 0.3) -> list[float]:
-    """Success of what was sampled at each step."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.zeros(PLACES, CHOICES, requires_grad=True)
-    optimizer = torch.optim.Adam([logits], lr)
-    past: list[Tensor] = []
-    success = []
-    reference = torch.log_softmax(torch.zeros(PLACES, CHOICES), -1)
-    for _ in range(STEPS):
-        past.append(logits.detach().clone())
-        behaviour, proximal = torch.log_softmax(past[max(0, len(past) - 1 - LAG)], -1), torch.log_softmax(past[-1], -1)
-        n = GROUPS * MEMBERS
-        taken = torch.multinomial(behaviour.exp(), n, replacement=True, generator=generator).T  # [n, PLACES]
-        reward = ((taken == RIGHT).sum(1) >= 2).float()
-        success.append(float(reward.mean()))
-        groups = reward.view(GROUPS, MEMBERS).numpy()
-        advantage = torch.cat([torch.from_numpy(group_relative(g, False)).float() for g in groups])
-        place = torch.arange(PLACES)
-
-        def at(table: Tensor, taken: Tensor = taken, place: Tensor = place) -> Tensor:
-            return table[place, taken].reshape(-1)
-
-        now = torch.log_softmax(logits, -1)
-        entropy = -(now.exp() * now).sum(-1)
-        tokens = Tokens(
-            logprobs=at(now),
-            rollout=at(behaviour),
-            old=at(proximal if algorithm.old_logprobs == "recompute" else behaviour),
-            advantages=advantage.repeat_interleave(PLACES),
-            weights=torch.full((n * PLACES,), 1 / PLACES),
-            sequence=torch.arange(n).repeat_interleave(PLACES),
-            reference=at(reference),
-            entropy=entropy.repeat(n),
-        )
-        optimizer.zero_grad()
-        (policy_loss(tokens, algorithm).loss / n).backward()
-        optimizer.step()
-    return success
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return speaking_model(tmp_path_factory.mktemp("speaking"))
 
 
-OPTIONS = {
+def run(model: Path, tmp_path: Path, options: dict[str, Any], steps: int = STEPS) -> tuple[float, float, list[dict]]:
+    """Share of letters before the first update, at the end, and the trainer's figures."""
+    algorithm = {name: value for name, value in options.items() if name != "trainer"}
+    trainer = {"lr": 1e-2, **options.get("trainer", {})}
+    shares, figures = learn(tmp_path, model, steps, algorithm=algorithm, trainer=trainer)
+    return fmean(shares[: LAG + 1]), fmean(shares[-3:]), figures
+
+
+DECOUPLED = {"old_logprobs": "recompute"}
+OPTIONS: dict[str, dict[str, Any]] = {
     "ppo": {},
-    "gspo": {"loss": "gspo", "clip_low": 0.1, "clip_high": 0.15},
+    "leave-one-out": {"advantage": "leave_one_out"},
+    "without-std": {"divide_by_std": False},
+    "running": {"task_norm": "running"},
+    "no-task-norm": {"task_norm": "none"},
+    "keep-equal": {"equal_rewards": "keep"},
+    "gspo": {"loss": "gspo", "clip_low": 0.1, "clip_high": 0.15, "aggregation": "trajectory_mean"},
     "cispo": {"loss": "cispo"},
-    "decoupled": {"old_logprobs": "recompute"},
+    "decoupled": {**DECOUPLED, "correction": "none"},
     **{
-        f"{mode}-{level}": {"old_logprobs": "recompute", "correction": mode, "correction_level": level}
+        f"{mode}-{level}": {**DECOUPLED, "correction": mode, "correction_level": level}
         for mode in ("truncate", "mask")
         for level in ("token", "sequence", "geometric")
     },
-    "kl-k2": {"kl_coef": 0.01, "kl_estimator": "k2"},
-    "kl-k3": {"kl_coef": 0.01},
+    **{f"kl-{k}": {"kl_coef": 0.01, "kl_estimator": k} for k in ("k2", "k3")},
+    **{f"kl-{k}-in-reward": {"kl_coef": 0.01, "kl_estimator": k, "kl_in": "reward"} for k in ("k1", "k2", "k3")},
     "entropy": {"entropy_coef": 0.005},
+    "lora": {"trainer": {"lora": {"rank": 8}}},
+    "lora-mlp-kl": {
+        "kl_coef": 0.01,
+        "trainer": {"lr": 2e-2, "lora": {"rank": 8, "targets": ["up_proj", "down_proj"]}},
+    },
 }
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_success_rises(options: dict[str, object]) -> None:
-    success = learn(Algorithm(**options))
-    assert sum(success[:3]) / 3 < 0.35
-    assert sum(success[-5:]) / 5 > 0.75
+def test_what_is_rewarded_is_said_more_often(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    before, after, figures = run(model, tmp_path, options)
+    assert after > before + 0.2
+    assert all(f["refused"] is None for f in figures)
+    assert figures[0]["gap_max"] < 1e-4 and [f["lag_max"] for f in figures[: LAG + 2]] == [0, 1, 2, 2]
 
 
-def test_a_strong_entropy_bonus_or_kl_keeps_the_policy_from_learning() -> None:
-    for options in ({"entropy_coef": 5.0}, {"kl_coef": 5.0}, {"kl_coef": 5.0, "kl_estimator": "k2"}):
-        assert sum(learn(Algorithm(**options))[-5:]) / 5 < 0.5
+SLOW = {"trainer": {"lr": 3e-3}}  # a penalty on what was sampled acts as late as the samples are old
+STRONG: dict[str, dict[str, Any]] = {
+    "entropy": {"entropy_coef": 5.0},
+    "k2": {"kl_coef": 20.0, "kl_estimator": "k2"},
+    "k3": {"kl_coef": 20.0},
+    "k1-in-reward": {"kl_coef": 1000.0, "kl_estimator": "k1", "kl_in": "reward"},
+}
+
+
+@pytest.fixture(scope="module")
+def free(model: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
+    """Where the policy ends with neither."""
+    return run(model, tmp_path_factory.mktemp("free"), SLOW, 16)[1]
+
+
+@pytest.mark.parametrize("options", STRONG.values(), ids=STRONG)
+def test_a_strong_entropy_bonus_or_kl_holds_the_policy_back(
+    model: Path, tmp_path: Path, free: float, options: dict[str, Any]
+) -> None:
+    assert run(model, tmp_path, {**options, **SLOW}, 16)[1] < free - 0.3

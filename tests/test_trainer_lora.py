@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tests.conftest import make_tiny_model
+from tests.learning import letters, speaking_model
 from tests.run_support import records, run_config
 from typer.testing import CliRunner
 
@@ -59,16 +60,6 @@ def content(directory: Path) -> dict[str, str]:
 def assert_same(a: Policy, b: Policy) -> None:
     assert a.tensors().keys() == b.tensors().keys()
     assert all(torch.equal(t, b.tensors()[n]) for n, t in a.tensors().items())
-
-
-def speaking_model(directory: Path) -> Path:
-    """The tiny model with an embedding ten times as large: its frozen head can say what the adapter wants to say."""
-    make_tiny_model(directory)
-    file = directory / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.embed_tokens.weight"] *= 10
-    save_file(tensors, file, {"format": "pt"})
-    return directory
 
 
 def test_the_adapters_forward_by_hand():
@@ -274,18 +265,18 @@ def test_an_exported_merged_model_is_the_policy_wherever_the_base_lies_now(tmp_p
 def test_a_run_with_an_adapter_learns_and_is_evaluated_and_engines_sample_what_is_trained(tmp_path):
     model = speaking_model(tmp_path / "model")
     run = run_config(
-        model, tmp_path, run={"steps": 30}, rollout={"group": {"n": 8}, "concurrency": 16}, algorithm={"kl_coef": 1e-3},
-        trainer={"groups": 8, "lr": 2e-2, "lora": {"rank": 8}},
+        model, tmp_path, run={"steps": 12}, rollout={"group": {"n": 8}, "concurrency": 16}, algorithm={"kl_coef": 1e-3},
+        trainer={"groups": 8, "lr": 1e-2, "lora": {"rank": 8}},
     )  # fmt: skip
     summary = springtide.train(run)
     assert summary.logprob_gap_mean < 1e-4
     assert records(run)[-1]["trainer"]["kl_reference"] > 1e-4 and not (run.run_dir / "start").exists()
     rewards = [r["reward"]["letters"] for r in records(run) if r["reward"]]
-    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.15, rewards
-    saved = run.run_dir / "checkpoints" / "step-000030"
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2, rewards
+    saved = run.run_dir / "checkpoints" / "step-000012"
     assert (saved / "adapter_model.safetensors").exists() and not (saved / "model.safetensors").exists()
     again = springtide.evaluate(run.run_dir, run.suites[0].use, tasks=20).suites["letters"]
-    assert again.reward > np.mean(rewards[:5]) + 0.1
+    assert again.reward > np.mean(rewards[:3]) + 0.2
     with pytest.raises(ModelNotFound, match="is an adapter"):
         springtide.evaluate(saved, run.suites[0].use)
 
@@ -308,16 +299,14 @@ def test_a_frozen_head_bounds_what_an_adapter_can_say(tmp_path):
     best = {}
     for name, make in (("small", make_tiny_model), ("large", speaking_model)):
         policy = load_policy(make(tmp_path / name))
-        pieces = json.loads((tmp_path / name / "tokenizer.json").read_text())["model"]["vocab"]
-        letters = torch.tensor([i for piece, i in pieces.items() if piece.isascii() and piece.isalpha()])
-        generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(32, generator=generator).requires_grad_()
+        right = torch.tensor(sorted(letters(tmp_path / name)))
+        head, gain = policy.head.weight.detach(), policy.model.model.norm.weight.detach()
+        hidden = torch.randn(len(gain), generator=torch.Generator().manual_seed(0)).requires_grad_()
         optimizer = torch.optim.Adam([hidden], 0.1)
         for _ in range(200):
-            state = hidden / hidden.square().mean().sqrt() * policy.model.model.norm.weight.detach()
-            share = torch.softmax(policy.head.weight.detach() @ state, 0)[letters].sum()
+            share = torch.softmax(head @ (hidden / hidden.square().mean().sqrt() * gain), 0)[right].sum()
             optimizer.zero_grad()
             (-share.log()).backward()
             optimizer.step()
         best[name] = float(share.detach())
-    assert best["small"] < 0.22 and best["large"] > 0.5, best
+    assert best["small"] < 0.25 and best["large"] > 0.9, best

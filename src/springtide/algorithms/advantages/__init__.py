@@ -2,7 +2,9 @@
 
 Invariants: a group is known by (task id, visit), never by its place in a list; an environment error never enters; a
 member without a score is outside every baseline (it is not 0 and not NaN); a group with fewer than two scored
-members, or of equal rewards under `equal_rewards = drop`, is dropped by name and is outside every statistic.
+members, or of equal rewards under `equal_rewards = drop`, is dropped by name and is outside every statistic. Whether
+rewards are equal is asked before penalties: these differ a little in any group, and the division by the deviation would
+make as much of that as of a reward.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ class GroupRewards:
 class GroupAdvantages:
     """One group's result. `values` maps member to advantage and is empty where the group is dropped.
 
-    equal: all scored rewards are the same. unscored: members that get no advantage, for want of a reward or of action
-    tokens. raw: moments before task_norm.
+    equal: all scored rewards, without penalties, are the same. unscored: members that get no advantage, for want of a
+    reward or of action tokens. raw: moments before task_norm.
     """
 
     task_id: str
@@ -120,7 +122,7 @@ def _raw(group: GroupRewards, algorithm: Algorithm) -> GroupAdvantages:
     # A member that sampled nothing cannot be trained, so its reward is in no baseline either (OpenRLHF#1239).
     scored = [m for m in group.members if rewards[m.member] is not None and m.loss_tokens > 0]
     unscored = tuple(m.member for m in group.members if m not in scored)
-    r = np.array([rewards[m.member] for m in scored], dtype=np.float64) - [m.penalty for m in scored]
+    r = np.array([rewards[m.member] for m in scored], dtype=np.float64)
     dropped: Dropped | None = None
     equal = False
     values: dict[int, float] = {}
@@ -132,7 +134,7 @@ def _raw(group: GroupRewards, algorithm: Algorithm) -> GroupAdvantages:
         if equal and algorithm.equal_rewards == "drop":
             dropped = "equal_rewards"
         else:
-            a = _estimate(r, algorithm) if not equal else np.zeros_like(r)
+            a = _estimate(r - [m.penalty for m in scored], algorithm) if not equal else np.zeros_like(r)
             values = {m.member: float(x) for m, x in zip(scored, a, strict=True)}
             moments = Moments.of(a, np.array([m.loss_tokens for m in scored]))
     return GroupAdvantages(group.task_id, group.visit, group.suite, values, dropped, equal, unscored, moments)
