@@ -19,11 +19,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from baselines import success_row, write_page
 from common import Load, Row, arguments, emit, report
 
-from springtide.rollout.evaluate import wilson
 from springtide.suites.db import SUITE
-from springtide.suites.db.environment import _CAPS, make_question
+from springtide.suites.db.environment import CAPS, make_question
 from springtide.suites.db.guard import GuardedConnection, SqlError
 from springtide.suites.db.judge import judge
 from springtide.suites.db.library import Library
@@ -35,7 +35,7 @@ _TRAINED_ON = 300  # training tasks from which the commonest statement and answe
 
 
 def succeeds(question: Question, level: str, statement: str) -> bool:
-    return all(right for right, _ in judge(question, statement, (), _CAPS[level]))
+    return all(right for right, _ in judge(question, statement, (), CAPS[level]))
 
 
 def nothing(question: Question, level: str, rng: random.Random) -> str:
@@ -68,7 +68,7 @@ def count(question: Question, level: str, rng: random.Random) -> str:
 
 def _look(question: Question, level: str, tables: Sequence[str] | None, most: int = 3) -> dict[str, list[str]]:
     """Columns by table, of `tables` or of up to `most` at random, as a policy finds them."""
-    guarded = GuardedConnection(question.copies.open(0), _CAPS[level])
+    guarded = GuardedConnection(question.copies.open(0), CAPS[level])
     try:
         if tables is None:
             listed = guarded.show("PRAGMA table_list").removesuffix(" ...").split()
@@ -146,7 +146,7 @@ def learned(level: str, library: Library) -> dict[str, Policy]:
         question = make_question(task, library)
         statements[question.answer] += 1
         if not question.writes:
-            guarded = GuardedConnection(question.copies.open(0), _CAPS[level])
+            guarded = GuardedConnection(question.copies.open(0), CAPS[level])
             rows = guarded.run(question.answer, 1).rows
             answers["VALUES " + ", ".join("(" + ", ".join(map(literal, row)) + ")" for row in rows)] += 1
             guarded.close()
@@ -192,17 +192,11 @@ def main() -> None:
             policies = UNTRAINED | {name: (policy, 1) for name, policy in learned(level, library).items()}
             for split in ("test", "ood"):
                 for name, (won, episodes) in measure(level, split, policies, tasks, library).items():
-                    low, high = wilson(won, episodes)
-                    figures = {"episodes": episodes, "tasks": tasks, "won": won}
-                    value, target = 100 * won / episodes, f"{level} {split}: {name}"
-                    rows.append(
-                        Row(
-                            target, value, "%", required=MOST, at_most=True,
-                            ci_low=100 * low, ci_high=100 * high, extra=figures,
-                        )
-                    )  # fmt: skip
+                    rows.append(success_row(f"{level} {split}: {name}", won, episodes, tasks, most=MOST))
     note = "400 tasks of each split; `random` and `informed` play each five times; intervals are Wilson's."
-    emit(report("db", rows, load, quick=options.quick, notes=[note]), as_json=options.json)
+    result = report("db", rows, load, quick=options.quick, notes=[note])
+    emit(result, as_json=options.json)
+    write_page(result)
 
 
 if __name__ == "__main__":

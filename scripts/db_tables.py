@@ -1,25 +1,23 @@
-"""Write the tables of docs/db.md: databases, levels with their kinds of question, baselines.
+"""Write the tables of docs/db.md that say what the suite holds: databases, levels with their kinds of question.
 
     python scripts/db_tables.py
 
-Owns: what stands between `<!-- generated: ... -->` and `<!-- end -->` there. The first two tables come from the suite
-itself, the baselines from benchmarks/results/db.json, which `python benchmarks/db.py` makes.
+Owns: what stands between `<!-- generated: ... -->` and `<!-- end -->` there, but for the baselines, which
+`python benchmarks/db.py` writes.
 Called by: by hand after a change of the suite; tests/test_suite_db_deep.py checks that it was.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 from springtide.suites.db import SUITE
 from springtide.suites.db.catalog import ABOUT, GROUPS, databases, read_rows
-from springtide.suites.db.environment import _CAPS, _LIMITS, SIZES
+from springtide.suites.db.environment import CAPS, LIMITS, SIZES
 from springtide.suites.db.recipes import groups, recipes
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE, RESULT = ROOT / "docs/db.md", ROOT / "benchmarks/results/db.json"
+PAGE = Path(__file__).resolve().parents[1] / "docs/db.md"
 
 
 def database_table() -> str:
@@ -44,27 +42,13 @@ def level_table() -> str:
         train, ood = recipes(level, "train"), recipes(level, "ood")
         wide = " / ".join(str(len(groups(level, split))) for split in ("train", "ood"))
         lines.append(
-            f"| `{level}` | {len(ood)} | {len(set(ood) - set(train))} | {wide} | {_LIMITS[level].max_turns} |"
-            f" {_CAPS[level].characters:,} | {sizes} |"
+            f"| `{level}` | {len(ood)} | {len(set(ood) - set(train))} | {wide} | {LIMITS[level].max_turns} |"
+            f" {CAPS[level].characters:,} | {sizes} |"
         )
     return "\n".join(lines)
 
 
-def baseline_table() -> str:
-    rows = json.loads(RESULT.read_text())["rows"]
-    found: dict[tuple[str, str], dict[str, float]] = {}
-    for row in rows:
-        place, policy = row["target"].split(": ")
-        level, split = place.split()
-        found.setdefault((level, split), {})[policy] = row["value"]
-    policies = list(next(iter(found.values())))
-    lines = [f"| level | split | {' | '.join(policies)} |", f"|---|---|{'--:|' * len(policies)}"]
-    for (level, split), values in found.items():
-        lines.append(f"| `{level}` | `{split}` | {' | '.join(f'{values[p]:.1f}%' for p in policies)} |")
-    return "\n".join(lines)
-
-
-TABLES = {"databases": database_table, "levels": level_table, "baselines": baseline_table}
+TABLES = {"databases": database_table, "levels": level_table}
 
 
 def generate(text: str) -> str:

@@ -19,10 +19,10 @@ import pytest
 
 from springtide.env import InProcessClient
 from springtide.suites.db import SUITE
-from springtide.suites.db.catalog import ABOUT, GROUPS, WAREHOUSES, databases, read_rows, warehouse
+from springtide.suites.db.catalog import ABOUT, GROUPS, WAREHOUSES, Side, databases, read_rows, warehouse
 from springtide.suites.db.copies import ImageCopies, connect, create_table
 from springtide.suites.db.deep import KINDS
-from springtide.suites.db.environment import _CAPS, SIZES, make_question
+from springtide.suites.db.environment import CAPS, SIZES, draw_question, make_question
 from springtide.suites.db.guard import GuardedConnection
 from springtide.suites.db.judge import judge
 from springtide.suites.db.library import Library
@@ -33,7 +33,7 @@ from springtide.suites.db.recipes import DEEP, _table, groups, recipes
 from springtide.trace import Message, Outcome, ToolCall
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("benchmarks", "scripts")]
-baselines, db_tables = importlib.import_module("db"), importlib.import_module("db_tables")
+baselines, db, db_tables = (importlib.import_module(name) for name in ("baselines", "db", "db_tables"))
 
 LEVELS = ("hard", "expert")
 SPLITS = ("train", "test", "ood")
@@ -50,7 +50,7 @@ def sample(level: str, split: str, every: int) -> Iterator[Question]:
 
 
 def right(asked: Question, sql: str, level: str, writes: tuple[str, ...] = ()) -> bool:
-    return all(ok for ok, _ in judge(asked, sql, writes, _CAPS[level]))
+    return all(ok for ok, _ in judge(asked, sql, writes, CAPS[level]))
 
 
 async def play(level: str, split: str, index: int, calls: list[tuple[str, str]] | None) -> Outcome:
@@ -116,8 +116,9 @@ def test_skeletons_of_ood_are_its_own(level: str) -> None:
 def test_the_page_shows_what_there_is_and_what_was_measured() -> None:
     page = db_tables.PAGE.read_text()
     assert db_tables.generate(page) == page, "run python scripts/db_tables.py"
-    values = [float(v) for v in re.findall(r"([\d.]+)%", db_tables.baseline_table())]
-    assert len(values) == len(SUITE.levels) * 2 * 8 and max(values) < 10
+    stored = json.loads((Path(db.__file__).with_name("results") / "db.json").read_text())
+    assert baselines.policy_table(stored) in page
+    assert len(stored["rows"]) == len(SUITE.levels) * 2 * 8 and all(row["met"] for row in stored["rows"])
 
 
 # --- schemas ----------------------------------------------------------------------------------------------------------
@@ -167,7 +168,7 @@ def test_names_of_the_deep_levels_need_no_quotes_and_are_unique() -> None:
 def test_gold_finds_every_table_in_what_the_policy_is_shown() -> None:
     for level in LEVELS:
         for asked in sample(level, "ood", 25):
-            guarded = GuardedConnection(asked.copies.open(0), _CAPS[level])
+            guarded = GuardedConnection(asked.copies.open(0), CAPS[level])
             listed = guarded.show("PRAGMA table_list").split()
             for lookup in asked.lookups[1:]:
                 columns = guarded.show(lookup)
@@ -193,7 +194,7 @@ def test_gold_is_right_and_fair_on_every_task(level: str, split: str) -> None:
     for asked in sample(level, split, 1):
         assert is_fair(asked, all_differ=False), asked
         assert right(asked, asked.answer, level), asked
-        assert all_wrong(asked, _CAPS[level].instructions), asked
+        assert all_wrong(asked, CAPS[level].instructions), asked
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -205,6 +206,24 @@ def test_every_near_miss_of_gold_is_judged_wrong(level: str, split: str) -> None
             assert not right(asked, sql, level), (asked, sql)
             tried += 1
     assert tried > 50
+
+
+def test_gold_that_takes_more_than_its_budget_is_not_fair() -> None:
+    asked = question("hard", "train", 0)
+    assert is_fair(asked, all_differ=False, budget=CAPS["hard"].instructions)
+    assert not is_fair(asked, all_differ=False, budget=1_000)
+
+
+def test_a_draw_that_finds_nothing_to_name_is_no_question() -> None:
+    class Empty(Library):
+        def _pool(self, database: str, side: Side, table: str, column: str) -> tuple[()]:
+            return ()
+
+    empty = Empty()
+    for level in LEVELS:
+        drawn = [draw_question(level, "train", seed, 0, empty) for seed in range(20)]
+        assert drawn.count(None) >= 10
+        assert not any(asked.entities for asked in drawn if asked is not None)
 
 
 def test_near_misses_leave_texts_and_joins_alone() -> None:
@@ -231,8 +250,8 @@ def test_gold_played_as_calls_succeeds_within_the_turns(level: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("split", ["test", "ood"])
 def test_policies_that_cannot_do_the_tasks_score_under_a_tenth(level: str, split: str) -> None:
-    policies = baselines.UNTRAINED | {n: (p, 1) for n, p in baselines.learned(level, LIBRARY).items()}
-    for name, (won, episodes) in baselines.measure(level, split, policies, 30, LIBRARY).items():
+    policies = db.UNTRAINED | {n: (p, 1) for n, p in db.learned(level, LIBRARY).items()}
+    for name, (won, episodes) in db.measure(level, split, policies, 30, LIBRARY).items():
         assert won / episodes < 0.1, f"{name} succeeds in {won} of {episodes}"
 
 

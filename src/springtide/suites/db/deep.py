@@ -9,38 +9,32 @@ Called by: `environment`.
 from __future__ import annotations
 
 import random
-import re
 
 from springtide.suites.db import changes, expert, hard
 from springtide.suites.db.catalog import ABOUT, Side, databases, warehouse, warehouse_of
 from springtide.suites.db.copies import ImageCopies
 from springtide.suites.db.library import Library
 from springtide.suites.db.naming import Names, draw_names
-from springtide.suites.db.pen import DeepPen, Draft
-from springtide.suites.db.question import Question, sentence
+from springtide.suites.db.pen import DeepPen
+from springtide.suites.db.question import Question
 from springtide.suites.db.recipes import Recipe
 
 KINDS = hard.KINDS | expert.KINDS | changes.KINDS
-_ENTITIES = ("X", "Y", "V", "W")
 
 
-def make_hard(recipe: Recipe, side: Side, library: Library, rng: random.Random) -> Question | None:
-    """One try at a question about one database; None if this draw has nothing to name. It may still be unfair."""
+def make_hard(recipe: Recipe, side: Side, library: Library, rng: random.Random) -> Question:
+    """One try at a question about one database. It may still be unfair. Raises: NothingToName."""
     pen = DeepPen(recipe, side, library, rng)
     draft = KINDS[recipe.kind](pen)
-    if draft is None:
-        return None
     names = draw_names(pen.database.tables.values(), "hard", rng)
     copies = ImageCopies(pen.database, names, library.images(recipe.database, side))
-    return _question(pen, draft, names, copies, "")
+    return draft.ask(names, copies, rng, more_unique=_no_orphans(pen))
 
 
-def make_expert(recipe: Recipe, side: Side, library: Library, rng: random.Random) -> Question | None:
+def make_expert(recipe: Recipe, side: Side, library: Library, rng: random.Random) -> Question:
     """As `make_hard`, in a schema that holds other databases as well."""
     pen = DeepPen(recipe, side, library, rng)
     draft = KINDS[recipe.kind](pen)
-    if draft is None:
-        return None
     members = warehouse_of(recipe.database)
     drawn = {
         name: draw_names(databases()[name].tables.values(), "expert", rng, prefix=ABOUT[name][1]) for name in members
@@ -50,29 +44,20 @@ def make_expert(recipe: Recipe, side: Side, library: Library, rng: random.Random
         {(f"{d}__{t}", c): name for d, names in drawn.items() for (t, c), name in names.columns.items()},
     )
     copies = ImageCopies(warehouse(members), every, library.warehouse(members, side))
-    return _question(pen, draft, drawn[recipe.database], copies, f"About the {ABOUT[recipe.database][0]}: ")
+    opening = f"About the {ABOUT[recipe.database][0]}: "
+    return draft.ask(drawn[recipe.database], copies, rng, opening, _no_orphans(pen))
 
 
-def _question(pen: DeepPen, draft: Draft, names: Names, copies: ImageCopies, opening: str) -> Question:
-    used = [t for t in names.tables if re.search(rf"\{{:?{t}[.}}]", draft.sql)]
-    lookups = ("PRAGMA table_list", *(f"PRAGMA table_info({names.tables[t]})" for t in used))
-    text, skeleton = sentence(opening + pen.rng.choice(draft.texts), **draft.parts)
-    entities = tuple(v for k, v in draft.parts.items() if k in _ENTITIES and not re.fullmatch(r"[\d.-]+", v))
-    unique = tuple(names.fill(sql) for sql in (*draft.unique, *_no_orphans(pen)))
-    answer = names.fill(draft.sql)
-    return Question(text, skeleton, entities, lookups, answer, copies, draft.writes, draft.ordered, unique)
-
-
-def _no_orphans(pen: DeepPen) -> list[str]:
+def _no_orphans(pen: DeepPen) -> tuple[str, ...]:
     """Statements that give 1 if every reference of the recipe leads somewhere and no key is borne twice."""
     steps = [(pen.ref, pen.p, pen.key_p, pen.t)] if pen.parent else []
     if pen.far:
         steps.append((pen.of(pen.parent, pen.recipe.up), pen.f, pen.key_f, pen.p))
-    return [
+    return tuple(
         sql
         for ref, target, key, source in steps
         for sql in (
             f"SELECT COUNT(*) = 0 FROM {source} WHERE {ref} NOT IN (SELECT {key} FROM {target})",
             f"SELECT COUNT(*) = COUNT(DISTINCT {key}) FROM {target}",
         )
-    ]
+    )

@@ -20,16 +20,17 @@ from springtide.suites.db.guard import Caps, GuardedConnection, SqlError
 from springtide.suites.db.judge import judge
 from springtide.suites.db.library import Library
 from springtide.suites.db.misses import all_wrong
+from springtide.suites.db.pen import NothingToName
 from springtide.suites.db.question import Question, is_fair
 
 SIZES = {"train": 1500, "test": 400, "ood": 400}
-_LIMITS = {
+LIMITS = {
     "quick": Limits(max_turns=6, act_s=10.0),
     "standard": Limits(max_turns=15, act_s=10.0),
     "hard": Limits(max_turns=20, act_s=10.0),
     "expert": Limits(max_turns=25, act_s=10.0),
 }
-_CAPS = {
+CAPS = {
     "quick": Caps(200_000, rows=8, characters=120),
     "standard": Caps(2_000_000, rows=40, characters=800),
     "hard": Caps(4_000_000, rows=40, characters=1_000),
@@ -51,7 +52,10 @@ def draw_question(level: str, split: str, seed: int, draw: int, library: Library
     kind = recipes.draw_kind(level, split, random.Random(seed))
     recipe = recipes.draw_recipe(level, split, kind, random.Random(seed + 1 + draw // _SAME_RECIPE))
     side: Side = split  # type: ignore[assignment]  # the splits are the sides
-    return _MAKERS[level](recipe, side, library, random.Random(seed * 4096 + draw))
+    try:
+        return _MAKERS[level](recipe, side, library, random.Random(seed * 4096 + draw))
+    except NothingToName:
+        return None
 
 
 def find_draw(level: str, split: str, seed: int, library: Library) -> int:
@@ -67,7 +71,7 @@ def _is_fair(question: Question, level: str) -> bool:
     if level not in recipes.DEEP:
         return is_fair(question, all_differ=level == "quick")
     # Statements may be long here: all that gold runs takes less than one statement of a policy may.
-    budget = _CAPS[level].instructions
+    budget = CAPS[level].instructions
     return is_fair(question, all_differ=False, budget=budget) and all_wrong(question, budget)
 
 
@@ -94,7 +98,7 @@ class DatabaseTasks(Environment):
         """1,500 train, 400 test and 400 ood tasks a level."""
 
         def make(index: int) -> Task:
-            return cls.make_task(split, level, index, {}, limits=_LIMITS[level])
+            return cls.make_task(split, level, index, {}, limits=LIMITS[level])
 
         return TaskList(SIZES[split], make)
 
@@ -110,7 +114,7 @@ class DatabaseTasks(Environment):
         self._database: GuardedConnection | None = None
         library: Library = self.shared  # type: ignore[assignment]  # on an instance, what the class's `shared` yields
         self._question = make_question(task, library)
-        self._caps = _CAPS[task.level]
+        self._caps = CAPS[task.level]
         self._writes: list[str] = []
         self._committed: str | None = None
         self._database = GuardedConnection(self._question.copies.open(0), self._caps)

@@ -14,9 +14,8 @@ from typing import Any
 
 from springtide.suites.db.copies import COPIES
 from springtide.suites.db.guard import Caps, GuardedConnection, SqlError
-from springtide.suites.db.question import MAX_ANSWER_ROWS, Question
+from springtide.suites.db.question import MAX_ANSWER_ROWS, Question, Rows
 
-Rows = list[tuple[Any, ...]]
 _STATE_ROWS = 100_000  # more than any table has
 
 

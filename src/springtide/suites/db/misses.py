@@ -12,8 +12,8 @@ import re
 import sqlite3
 
 from springtide.suites.db.copies import COPIES
-from springtide.suites.db.judge import Rows, same_answer
-from springtide.suites.db.question import MAX_ANSWER_ROWS, Question, written_table
+from springtide.suites.db.judge import same_answer
+from springtide.suites.db.question import MAX_ANSWER_ROWS, Question, Rows, limit, written_table
 
 _TEXT = r"'(?:[^']|'')*'"
 _COLUMN = r"(?:strftime\('[^']*', [\w.]+\)|COUNT\(\*\)|AVG\([\w.]+\)|[\w.]+)"
@@ -38,7 +38,6 @@ _RULES: tuple[tuple[str, str], ...] = (
     (r" OFFSET \d+", ""),
     (r"\bCOUNT\(DISTINCT ", "COUNT("),
 )
-_STEP = 1_000  # instructions between two looks at the budget
 
 
 def near_misses(sql: str) -> list[str]:
@@ -67,8 +66,7 @@ def all_wrong(question: Question, budget: int) -> bool:
 
 def _outcome(connection: sqlite3.Connection, question: Question, sql: str, budget: int) -> Rows | None:
     """The rows of an answer, or of the table that a change leaves (and undoes); None if the statement fails."""
-    ticks = iter(range(budget // _STEP))
-    connection.set_progress_handler(lambda: next(ticks, None) is None, _STEP)
+    limit(connection, budget)
     try:
         if not question.writes:
             return connection.execute(sql).fetchmany(MAX_ANSWER_ROWS + 1)

@@ -1,8 +1,9 @@
 """What the kinds of question are written with: concepts, words for them, and values of the task's own side to name.
 
 Owns: `Pen` and `Draft`. A kind is a function from a pen to a draft: SQL over concepts (`{track.price}`) and the parts
-of a sentence. Invariants: a value that a draft names belongs to the pen's side.
-Called by: `standard`, `hard`, `expert`, `changes`.
+of a sentence; `Draft.ask` puts it in a schema's names. Invariants: a value that a draft names belongs to the pen's
+side; gold lists the tables, then the columns of each table it needs, then commits.
+Called by: `standard`, `deep`, `hard`, `expert`, `changes`.
 """
 
 from __future__ import annotations
@@ -10,15 +11,22 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from springtide.suites.db.catalog import Database, Side, Table, databases, may_name
+from springtide.suites.db.copies import ImageCopies
 from springtide.suites.db.library import Library
-from springtide.suites.db.naming import plural
-from springtide.suites.db.question import literal
+from springtide.suites.db.naming import Names, plural
+from springtide.suites.db.question import Question, literal, sentence
 from springtide.suites.db.recipes import Recipe
 
+T = TypeVar("T")
 _LONG = 48  # characters of a name a question may utter
+_ENTITIES = ("X", "Y", "V", "W")  # the parts that name a row or a word; the other upper-case ones are bounds
+
+
+class NothingToName(Exception):
+    """This draw finds nothing that a question of its kind could name; draw on."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,32 @@ class Draft:
     unique: tuple[str, ...] = ()
     writes: bool = False
     ordered: bool = False
+
+    def ask(
+        self,
+        names: Names,
+        copies: ImageCopies,
+        rng: random.Random,
+        opening: str = "",
+        more_unique: tuple[str, ...] = (),
+    ) -> Question:
+        """The question in the names of a schema. `opening`: words before it; `more_unique`: as `unique`."""
+        used = [t for t in names.tables if re.search(rf"\{{:?{t}[.}}]", self.sql)]
+        lookups = ("PRAGMA table_list", *(f"PRAGMA table_info({names.tables[t]})" for t in used))
+        text, skeleton = sentence(opening + rng.choice(self.texts), **self.parts)
+        # A bare number (a year, a size) is a bound, not a name: both sides may utter it.
+        entities = tuple(v for k, v in self.parts.items() if k in _ENTITIES and not re.fullmatch(r"[\d.-]+", v))
+        unique = tuple(names.fill(sql) for sql in (*self.unique, *more_unique))
+        answer = names.fill(self.sql)
+        return Question(text, skeleton, entities, lookups, answer, copies, self.writes, self.ordered, unique)
+
+
+class Named(NamedTuple):
+    """A row by its label: the name, the condition that finds it, the statement that says it is the only one."""
+
+    name: str
+    where: str
+    single: str
 
 
 class Pen:
@@ -83,6 +117,7 @@ class DeepPen(Pen):
 
     `t p f`: the table, its parent, the parent's parent; `key_*`, `label_*`: their key and label; `c cat day ref up`:
     the recipe's columns. All are qualified; `bare` drops the table, for SET lists and for sub-queries under an alias.
+    What is asked for a value raises NothingToName where there is none.
     """
 
     def __init__(self, recipe: Recipe, side: Side, library: Library, rng: random.Random) -> None:
@@ -124,27 +159,47 @@ class DeepPen(Pen):
         return out | {k: v if isinstance(v, str) else literal(v) for k, v in more.items()}
 
     def over(self) -> Any:
-        """A bound of the recipe's number column; None if it has none."""
-        return self.bound(self.table, self.recipe.column)
+        """A bound of the recipe's number column."""
+        return _there(self.bound(self.table, self.recipe.column))
 
-    def one_of(self, table: Table | None) -> tuple[str, str, str] | None:
-        """A row by name: the name, the condition that finds it, the statement that says it is the only one."""
-        found = self.named(table) if table else None
-        return (found[0], f"{self.label_of(table)} = {literal(found[0])}", found[1]) if found else None
+    def value_of(self, column: str) -> Any:
+        """A value of a column of the recipe's table."""
+        return _there(self.value(self.table, column))
 
-    def two_of(self, table: Table | None) -> tuple[tuple[str, str, str], tuple[str, str, str]] | None:
+    def two_values(self, column: str) -> tuple[Any, Any]:
+        """Two different values of a column of the recipe's table, the smaller first."""
+        one, other = sorted((self.value_of(column), self.value_of(column)))
+        return _differ(one, other)
+
+    def one_of(self, table: Table | None) -> Named:
+        """A row by name."""
+        assert table is not None
+        name, single = _there(self.named(table))
+        return Named(name, f"{self.label_of(table)} = {literal(name)}", single)
+
+    def two_of(self, table: Table | None) -> tuple[Named, Named]:
         """Two different rows by name."""
-        one, other = self.one_of(table), self.one_of(table)
-        return (one, other) if one and other and one[0] != other[0] else None
+        return _differ(self.one_of(table), self.one_of(table))
 
-    def shared(self) -> str | None:
+    def shared(self) -> str:
         """A value of the recipe's word column."""
-        value = self.value(self.table, self.recipe.other)
-        return None if value is None else str(value)
+        return str(self.value_of(self.recipe.other))
 
-    def two_shared(self) -> tuple[str, str] | None:
-        one, other = self.shared(), self.shared()
-        return (one, other) if one is not None and other is not None and one != other else None
+    def two_shared(self) -> tuple[str, str]:
+        """Two different values of the recipe's word column."""
+        return _differ(self.shared(), self.shared())
+
+
+def _there(value: T | None) -> T:
+    if value is None:
+        raise NothingToName
+    return value
+
+
+def _differ(one: T, other: T) -> tuple[T, T]:
+    if one == other:
+        raise NothingToName
+    return one, other
 
 
 def bare(sql: str) -> str:

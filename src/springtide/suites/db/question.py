@@ -51,8 +51,7 @@ def is_fair(question: Question, all_differ: bool, budget: int | None = None) -> 
     for copy in range(COPIES):
         connection = question.copies.open(copy)
         if budget is not None:
-            ticks = iter(range(budget // _STEP))
-            connection.set_progress_handler(lambda ticks=ticks: next(ticks, None) is None, _STEP)  # type: ignore[misc]
+            limit(connection, budget)
         try:
             if any(connection.execute(sql).fetchone() != (1,) for sql in question.unique):
                 return False
@@ -81,6 +80,12 @@ def _changes_something(connection: sqlite3.Connection, sql: str) -> bool:
     before = connection.execute(f"SELECT * FROM {table}").fetchall()
     changed = connection.execute(sql).rowcount
     return 0 < changed <= _MOST_CHANGES and connection.execute(f"SELECT * FROM {table}").fetchall() != before
+
+
+def limit(connection: sqlite3.Connection, budget: int) -> None:
+    """All that runs on it from now on takes at most `budget` instructions together, then fails as interrupted."""
+    ticks = iter(range(budget // _STEP))
+    connection.set_progress_handler(lambda: next(ticks, None) is None, _STEP)
 
 
 def written_table(sql: str) -> str:

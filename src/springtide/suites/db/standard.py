@@ -1,23 +1,21 @@
 """Questions of the level `standard`: joins, aggregates, groups, orders and changes over a whole database.
 
 Owns: the kinds of question and their SQL, written over concepts (`{track.price}`) and filled with a task's names.
-Invariants: every question names an entity or a bound of its own side; gold lists the tables, then the columns of each
-table it needs, then commits.
+Invariant: every question names an entity or a bound of its own side.
 Called by: `environment`.
 """
 
 from __future__ import annotations
 
 import random
-import re
 from typing import Any
 
 from springtide.suites.db.catalog import Side, Table, may_name
 from springtide.suites.db.copies import ImageCopies
 from springtide.suites.db.library import Library
 from springtide.suites.db.naming import draw_names, plural
-from springtide.suites.db.pen import Draft, Pen
-from springtide.suites.db.question import Question, literal, sentence
+from springtide.suites.db.pen import Draft, Pen, alone
+from springtide.suites.db.question import Question, literal
 from springtide.suites.db.recipes import Recipe
 
 
@@ -28,16 +26,8 @@ def make(recipe: Recipe, side: Side, library: Library, rng: random.Random) -> Qu
     if draft is None:
         return None
     names = draw_names(pen.database.tables.values(), "standard", rng)
-    used = [t for t in names.tables if re.search(rf"\{{:?{t}[.}}]", draft.sql)]
-    lookups = ("PRAGMA table_list", *(f"PRAGMA table_info({names.tables[t]})" for t in used))
-    text, skeleton = sentence(rng.choice(draft.texts), **draft.parts)
-    # A bare number (a year, a size) is a bound, not a name: both sides may utter it.
-    entities = tuple(v for k, v in draft.parts.items() if k in ("X", "V") and not re.fullmatch(r"[\d.-]+", v))
     copies = ImageCopies(pen.database, names, library.images(recipe.database, side))
-    return Question(
-        text, skeleton, entities, lookups, names.fill(draft.sql), copies, draft.writes, draft.ordered,
-        tuple(names.fill(u) for u in draft.unique),
-    )  # fmt: skip
+    return draft.ask(names, copies, rng)
 
 
 def _link(pen: Pen) -> tuple[Table, str]:
@@ -129,12 +119,6 @@ def _far(pen: Pen) -> Draft | None:
     return Draft(texts, f"SELECT COUNT(*) FROM {join} WHERE {where}", parts, (one,))
 
 
-def _first_alone(group: str) -> str:
-    """The statement that gives 1 if the first of the counted groups has no equal."""
-    counts = f"SELECT COUNT(*) AS n {group}"
-    return f"SELECT COUNT(*) FROM ({counts}) WHERE n = (SELECT MAX(n) FROM ({counts}))"
-
-
 def _over(pen: Pen) -> tuple[Any, str] | None:
     bound = pen.bound(pen.table, pen.recipe.column)
     if bound is None:
@@ -151,7 +135,7 @@ def _common(pen: Pen) -> Draft | None:
     group = f"FROM {{{t}}} WHERE {over[1]} GROUP BY {{{t}.{cat}}}"
     texts = ("Which {cat} is the most common among the {tables} with {col} over {N}?",)
     sql = f"SELECT {{{t}.{cat}}} {group} ORDER BY COUNT(*) DESC LIMIT 1"
-    return Draft(texts, sql, parts, (_first_alone(group),))
+    return Draft(texts, sql, parts, (alone("COUNT(*)", group),))
 
 
 def _most(pen: Pen) -> Draft | None:
@@ -164,7 +148,7 @@ def _most(pen: Pen) -> Draft | None:
     group = f"FROM {join} WHERE {over[1]} GROUP BY {{{parent.name}.{parent.key.name}}}"
     texts = ("Which {parent} has the most {tables} with {col} over {N}? Give its {label}.",)
     sql = f"SELECT {{{parent.name}.{parent.label.name}}} {group} ORDER BY COUNT(*) DESC LIMIT 1"
-    return Draft(texts, sql, parts, (_first_alone(group),))
+    return Draft(texts, sql, parts, (alone("COUNT(*)", group),))
 
 
 def _best(pen: Pen) -> Draft | None:
