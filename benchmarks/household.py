@@ -13,26 +13,25 @@ writes them into docs/household.md; tests/test_suite_household_houses.py, on few
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from common import REPO, Load, Row, arguments, emit, report
+from baselines import success_row, write_page
+from common import Load, arguments, emit, report
 
-from springtide.rollout.evaluate import wilson
 from springtide.suites.household.expert import play
 from springtide.suites.household.furnishings import PLACES
 from springtide.suites.household.generate import MAX_TURNS, SIZES, draw
-from springtide.suites.household.goals import kind_of
-from springtide.suites.household.world import TOOLS, Call, Impossible, World, world_of
+from springtide.suites.household.goals import Errands, kind_of
+from springtide.suites.household.world import TOOLS, Call, Goal, Impossible, World, world_of
 
 Payload = dict[str, Any]
 Policy = Callable[[World, Payload, str, random.Random], Iterator[Call]]
-PAGE = REPO / "docs" / "household.md"
-_OPENS, _CLOSES = "<!-- generated: baselines -->\n", "<!-- end -->"
 MOST, MOST_AT_THE_TOP = 10.0, 2.0  # percent
 _TRAINING = 1200  # tasks whose gold `majority` has seen
 _FOLLOW = 0.7  # how often `keywords` takes up what the task names
@@ -40,13 +39,14 @@ _GAINS = {"heat": "heat", "cool": "cool", "clean": "clean", "hot": "heat", "cold
 
 
 def succeeds(payload: Payload, level: str, policy: Policy, seed: str) -> bool:
-    """Whether a policy reaches the goal of a task within the level's turns. An impossible action costs its turn."""
+    """Whether a policy reaches the goal of a task within the level's turns."""
     world, goal = world_of(payload)
-    calls = policy(world, payload, level, random.Random(seed))
-    for _ in range(MAX_TURNS[level]):
-        call = next(calls, None)
-        if call is None:
-            return False
+    return reaches(world, goal, itertools.islice(policy(world, payload, level, random.Random(seed)), MAX_TURNS[level]))
+
+
+def reaches(world: World, goal: Goal | Errands, calls: Iterable[Call]) -> bool:
+    """Whether the goal holds after any of the calls. An impossible one changes nothing."""
+    for call in calls:
         try:
             world.act(*call)
         except Impossible:
@@ -177,43 +177,13 @@ def main() -> None:
             learned = majority([draw("train", level, index) for index in range(training)])
             for name, (policy, draws) in {**UNTRAINED, "majority": (learned, False)}.items():
                 won, episodes = measure(level, policy, payloads, 2 * tasks if draws else tasks)
-                low, high = wilson(won, episodes)
                 limit = MOST_AT_THE_TOP if name == "uniform" and level == list(MAX_TURNS)[-1] else MOST
-                rows.append(
-                    Row(
-                        f"{level}: {name}",
-                        100 * won / episodes,
-                        "%",
-                        required=None if name == "keywords" else limit,
-                        at_most=True,
-                        ci_low=100 * low,
-                        ci_high=100 * high,
-                        extra={"episodes": episodes, "tasks": tasks, "won": won},
-                    )
-                )
+                most = None if name == "keywords" else limit
+                rows.append(success_row(f"{level}: {name}", won, episodes, tasks, most=most))
     note = f"{SIZES['test']} tasks of `test`, played twice by policies that draw; intervals are Wilson's."
     result = report("household", rows, load, quick=options.quick, notes=[note])
     emit(result, as_json=options.json)
-    if not options.quick:
-        show(result)
-
-
-def page(result: Payload) -> str:
-    """The table of docs/household.md: percent, with the interval and the number of episodes."""
-    found = {tuple(row["target"].split(": ")): row for row in result["rows"]}
-    names = list(dict.fromkeys(name for _, name in found))
-    lines = [f"| level | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for level in dict.fromkeys(level for level, _ in found):
-        cells = [found[level, name] for name in names]
-        texts = [f"{c['value']:.2g} ({c['ci_low']:.2g} to {c['ci_high']:.2g}), n={c['episodes']}" for c in cells]
-        lines.append(f"| `{level}` | {' | '.join(texts)} |")
-    return "\n".join(lines) + "\n"
-
-
-def show(result: Payload) -> None:
-    """Put the table into the page."""
-    head, _, rest = PAGE.read_text().partition(_OPENS)
-    PAGE.write_text(f"{head}{_OPENS}{page(result)}{_CLOSES}{rest.partition(_CLOSES)[2]}")
+    write_page(result)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import itertools
 import json
 import random
@@ -12,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,11 +25,15 @@ from springtide.suites.household import SUITE
 from springtide.suites.household.environment import Household
 from springtide.suites.household.expert import expert, play
 from springtide.suites.household.generate import KINDS, MAX_TURNS, SIZES, draw
+from springtide.suites.household.goals import kind_of
 from springtide.suites.household.phrases import PHRASES
 from springtide.suites.household.tables import COLOURS, RECEPTACLES, THINGS
 from springtide.suites.household.text import reply_text, seen_in
-from springtide.suites.household.world import TOOLS, Call, Goal, Impossible, Seen, World, kind_of, world_of
+from springtide.suites.household.world import TOOLS, Call, Goal, Impossible, Seen, World, world_of
 from springtide.trace import Message, Outcome, ToolCall
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))  # programs run by path
+household = importlib.import_module("household")
 
 LEVELS = ("quick", "standard")
 SPLITS = ("train", "test", "ood")
@@ -65,15 +71,7 @@ async def episode(split: str, level: str, index: int, calls: list[Call] | None =
 
 def succeeds(payload: dict[str, Any], calls: list[Call], turns: int) -> bool:
     """Whether a policy that ignores replies reaches the goal within `turns`."""
-    world, goal = world_of(payload)
-    for name, arguments in calls[:turns]:
-        try:
-            world.act(name, arguments)
-        except Impossible:
-            continue
-        if goal.holds(world):
-            return True
-    return False
+    return household.reaches(*world_of(payload), calls[:turns])
 
 
 def test_the_suite_is_registered_by_name():
@@ -179,7 +177,7 @@ def test_the_expert_solves_every_sampled_task_in_time_with_at_least_three_calls(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("level", "split"), EVERYWHERE)
+@pytest.mark.parametrize(("level", "split"), list(itertools.product(SUITE.levels, SPLITS)))
 def test_the_expert_solves_every_task(level: str, split: str):
     seen = set()
     for index in range(SIZES[split]):

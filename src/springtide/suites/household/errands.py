@@ -84,7 +84,8 @@ FRAMES = ("{}", "Also: {}", "Another thing: {}", "And this: {}", "Next to that, 
 
 _NUMBERS = ("no", "one", "two", "three", "four", "five")
 _ADJECTIVES = {"hot": 0, "cold": 0, "clean": 1, "sliced": 2}  # the order they are said in
-_SAID_BY_THE_TEMPLATE = {"heat": "hot", "cool": "cold", "clean": "clean", "slice": "sliced"}
+# The state that a family, or an appliance that does the same, gives; the family's templates say it.
+GIVES = {"heat": "hot", "cool": "cold", "clean": "clean", "slice": "sliced"}
 
 
 def templates(family: str, ood: bool) -> tuple[str, ...]:
@@ -100,7 +101,7 @@ def frames(ood: bool) -> tuple[str, ...]:
 
 def sentence(part: Errand, template: str, prep: str) -> str:
     """An errand in the words of a template. `prep`: "on" or "in", for its place."""
-    words = " and ".join(_noun(want, _SAID_BY_THE_TEMPLATE.get(part.kind, "")) for want in part.wants)
+    words = " and ".join(_noun(want, GIVES.get(part.kind, "")) for want in part.wants)
     where = f" in a {part.room}" if part.room else ""
     if part.kind == "light":
         words = a(part.place) + where

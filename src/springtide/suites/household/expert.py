@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 
 from springtide.suites.household.explorer import explore
-from springtide.suites.household.goals import Errands
+from springtide.suites.household.goals import Errands, kind_of
 from springtide.suites.household.tables import RECEPTACLES, THINGS
 from springtide.suites.household.text import refusal_text, reply_text, seen_in
-from springtide.suites.household.world import Call, Goal, Impossible, World, kind_of
+from springtide.suites.household.world import Call, Goal, Impossible, World
 
 Plan = Generator[Call, str, None]
 

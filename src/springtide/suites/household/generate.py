@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from springtide.suites.household.expert import play
+from springtide.suites.household.goals import kind_of
 from springtide.suites.household.houses import HOUSES, draw_house
 from springtide.suites.household.phrases import a, plural, skeletons
 from springtide.suites.household.splits import Again, of_split, stable_hash
@@ -31,7 +32,7 @@ from springtide.suites.household.tables import (
     things_of,
 )
 from springtide.suites.household.text import prompt_text
-from springtide.suites.household.world import kind_of, world_of
+from springtide.suites.household.world import world_of
 
 SIZES = {"train": 2400, "test": 600, "ood": 600}
 MAX_TURNS = {"quick": 8, "standard": 30, **{level: spec.max_turns for level, spec in HOUSES.items()}}

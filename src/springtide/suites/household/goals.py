@@ -52,12 +52,8 @@ class Errand:
     wants: tuple[Want, ...] = ()
     shut: bool = False
 
-    def is_at(self, place: Place) -> bool:
-        """Whether `place` is one that the errand names."""
-        return self.is_named(place.name, place.room)
-
     def is_named(self, place: str, room: str) -> bool:
-        """The same for names: of a place (or a kind of it), and of the room that it is in."""
+        """Whether a place of this name, in a room of this name, is one that the errand names."""
         return self.place in (place, kind_of(place)) and self.room in ("", kind_of(room))
 
     def holds(self, world: World) -> bool:
@@ -73,7 +69,7 @@ class Errand:
             lit = at is not None and any(i.kind.name == self.place and "lit" in i.states for i in at.holds)
             return lit and held is not None and self.wants[0].fits(held)
         return any(
-            self.is_at(place)
+            self.is_named(place.name, place.room)
             and not (self.shut and place.is_open)
             and all(want.holds(place, world.held) for want in self.wants)
             for place in world.places.values()

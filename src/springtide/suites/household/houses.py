@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from springtide.suites.household.errands import FAMILIES, frames, sentence, templates
+from springtide.suites.household.errands import FAMILIES, GIVES, frames, sentence, templates
 from springtide.suites.household.expert import play
 from springtide.suites.household.furnishings import BLADES, OBJECTS, PLACES
 from springtide.suites.household.goals import Errand, Errands, Want, kind_of
@@ -44,8 +44,6 @@ HOUSES = {
     "master": House((5, 7), (6, 9), (6, 10), 3, _ALL | {"light": 1, "count": 3, "pair": 3}, 30, 84, 105),
 }
 _STATES = {"hot": "h", "cold": "c", "clean": "w", "sliced": "s"}  # state -> the letter of what may be done
-_GIVES = {"heat": "hot", "cool": "cold", "clean": "clean", "slice": "sliced"}
-_DOES = {"heat": "hot", "cool": "cold", "clean": "clean"}
 _LETTERS = {name: letter for letter, name in ROOMS.items()}
 _ROOM_SHARE = {"k": 1, "b": 3, "d": 4, "l": 3}  # of the rooms beyond those that the errands need
 _AT_HOME = 0.7  # how often an object lies where its kind is usually kept
@@ -141,7 +139,7 @@ def _errand(rng: random.Random, family: str, ood: bool) -> Errand:
     kinds = [
         row
         for row in PLACES.values()
-        if (ood or not row.ood) and _DOES.get(row.does) not in treated and (family != "stow" or row.closed)
+        if (ood or not row.ood) and GIVES.get(row.does) not in treated and (family != "stow" or row.closed)
     ]
     new = [row for row in kinds if row.ood]
     place = rng.choice(new if new and rng.random() < _OOD_PLACE else kinds)
@@ -156,7 +154,7 @@ def _wants(rng: random.Random, family: str, ood: bool) -> tuple[Want, ...]:
             first, second = _thing(rng, (one,), ood), _thing(rng, (other,), ood)
             if first != second and not {first, second} & set(BLADES):
                 return Want(first, (one,)), Want(second, (other,))
-    states: tuple[str, ...] = (_GIVES[family],) if family in _GIVES else ()
+    states: tuple[str, ...] = (GIVES[family],) if family in GIVES else ()
     count = 1
     if family == "both":
         states = rng.choice([s for s in _PAIRS_OF_STATES if _able(s, ood)])
@@ -214,7 +212,7 @@ def _rooms(rng: random.Random, split: str, spec: House, parts: list[Errand]) -> 
             if "sliced" in want.states:
                 needs.append(("k", None))
             for state in want.states:
-                able = [r for r in PLACES.values() if _DOES.get(r.does) == state and not r.ood]
+                able = [r for r in PLACES.values() if GIVES.get(r.does) == state and not r.ood]
                 if able:
                     needs.append(("k", rng.choice([r for r in able if "k" in r.rooms])))
     letters = list(dict.fromkeys(letter for letter, _ in needs))

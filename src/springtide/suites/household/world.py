@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from springtide.suites.household.furnishings import BLADES, OBJECTS, PLACES
-from springtide.suites.household.goals import Errands
-from springtide.suites.household.goals import kind_of as kind_of
+from springtide.suites.household.goals import Errands, kind_of
 from springtide.suites.household.tables import Receptacle, Thing
 
 Call = tuple[str, dict[str, str]]
