@@ -1,4 +1,4 @@
-"""Imports go downwards: the packages form no cycle, and what must start light never imports torch."""
+"""Imports go downwards without a cycle, what must start light never imports torch, and no file is too long."""
 
 from __future__ import annotations
 
@@ -65,3 +65,16 @@ def test_what_must_start_light_imports_no_torch() -> None:
     assert len(modules) > 40
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_no_file_is_longer_than_six_hundred_lines() -> None:
+    root = SOURCE.parents[1]
+    files = [
+        path
+        for folder in ("src", "tests", "benchmarks", "scripts", "examples")
+        for path in (root / folder).rglob("*")
+        if path.suffix in (".py", ".c")
+    ]
+    assert SOURCE / "config.py" in files and Path(__file__).resolve() in files
+    lengths = {path.relative_to(root).as_posix(): len(path.read_text().splitlines()) for path in files}
+    assert {name: length for name, length in lengths.items() if length > 600} == {}
