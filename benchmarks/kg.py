@@ -19,13 +19,12 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+from baselines import success_row, write_page
 from common import Load, Row, arguments, emit, report
 
 from springtide.env import EpisodeRunner, Message, Task
-from springtide.rollout.evaluate import wilson
 from springtide.suites.kg import SUITE
 from springtide.suites.kg.environment import KnowledgeGraph
 from springtide.suites.kg.graph import Graph
@@ -34,8 +33,6 @@ from springtide.trace import ToolCall
 
 Move = tuple[str, dict[str, Any]]  # a tool and its arguments; ("", {"text": ...}) is plain text
 Policy = Callable[[EpisodeRunner, int, random.Random, bool], Move]  # runner, turn, rng, whether it is the last turn
-DOCS = Path(__file__).resolve().parents[1] / "docs" / "kg.md"
-_OPENS, _CLOSES = "<!-- generated: baselines -->\n", "<!-- end -->\n"
 MOST, TASKS = 10.0, 500  # percent; tasks of `test` that are played
 
 
@@ -175,27 +172,6 @@ async def successes(policy: Policy, tasks: Sequence[Task]) -> int:
     return won
 
 
-def docs_table(result: dict[str, Any]) -> str:
-    """The table of docs/kg.md: a row a level, a column a policy, in percent with its interval."""
-    rows: dict[str, list[str]] = {}
-    for row in result["rows"]:
-        level, _, what = row["target"].partition(": ")
-        if what == "turns of gold":
-            rows[level] = [f"`{level}`", f"{row['value']:.1f} (longest {row['longest']})", str(row["tasks"])]
-        else:
-            rows[level].append(f"{row['value']:.1f} [{row['ci_low']:.1f}, {row['ci_high']:.1f}]")
-    head = ["level", "turns of gold", "tasks", *(f"`{name}`" for name in POLICIES)]
-    lines = [head, ["---"] * len(head), *rows.values()]
-    note = "Success in percent on tasks of `test`, with 95% Wilson intervals; mean turns of gold."
-    return "\n".join([note, "", *(f"| {' | '.join(line)} |" for line in lines)]) + "\n"
-
-
-def write_docs(result: dict[str, Any]) -> None:
-    page = DOCS.read_text()
-    before, _, rest = page.partition(_OPENS)
-    DOCS.write_text(before + _OPENS + docs_table(result) + _CLOSES + rest.partition(_CLOSES)[2])
-
-
 def main() -> None:
     options = arguments(__doc__).parse_args()
     size = 60 if options.quick else TASKS
@@ -204,28 +180,15 @@ def main() -> None:
         for level in SUITE.levels:
             tasks = sample(level, "test", size)
             turns = sorted(len(gold(task)) for task in tasks)
-            rows.append(
-                Row(
-                    f"{level}: turns of gold",
-                    sum(turns) / len(turns),
-                    "turns",
-                    extra={"tasks": len(tasks), "longest": turns[-1]},
-                )
-            )
+            more = {"tasks": len(tasks), "longest": turns[-1]}
+            rows.append(Row(f"{level}: turns of gold", sum(turns) / len(turns), "turns", extra=more))
             for name, policy in POLICIES.items():
                 won = asyncio.run(successes(policy, tasks))
-                low, high = wilson(won, len(tasks))
-                extra = {"tasks": len(tasks), "won": won}
-                value = 100 * won / len(tasks)
-                rows.append(
-                    Row(f"{level}: {name}", value, "%", required=MOST, at_most=True,
-                        ci_low=100 * low, ci_high=100 * high, extra=extra)
-                )  # fmt: skip
+                rows.append(success_row(f"{level}: {name}", won, len(tasks), len(tasks), most=MOST))
     note = f"Up to {size} tasks of `test` a level, each played once; intervals are Wilson's."
     result = report("kg", rows, load, quick=options.quick, notes=[note])
     emit(result, as_json=options.json)
-    if not options.quick:
-        write_docs(result)
+    write_page(result)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib
 import json
 import random
@@ -20,36 +19,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from springtide.env import EpisodeRunner, Message, Task, load_suite
+from springtide.env import EpisodeRunner, Task, load_suite
 from springtide.suites.kg import SUITE
 from springtide.suites.kg.deep import SHAPES, generate_deep
 from springtide.suites.kg.environment import KnowledgeGraph, _questions
 from springtide.suites.kg.generate import bucket, generate
 from springtide.suites.kg.graph import Graph
-from springtide.suites.kg.programs import calls, evaluate, hops, steps
+from springtide.suites.kg.programs import evaluate, hops, steps
 from springtide.suites.kg.schema import ATTRIBUTES, COUNTS, QUICK, RELATIONS
 from springtide.suites.kg.shortcuts import reductions, shortcut
-from springtide.trace import Outcome, ToolCall
+from springtide.trace import Outcome
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))  # programs run by path
-kg = importlib.import_module("kg")
+baselines, kg = importlib.import_module("baselines"), importlib.import_module("kg")
 
 LEVELS = ("quick", "standard", "hard", "expert")
 DEEP = ("hard", "expert")
 SPLITS = ("train", "test", "ood")
-Move = tuple[str, dict[str, Any]]  # a tool and its arguments; ("", {"text": ...}) is plain text
-
-
-@functools.cache
-def graph() -> Graph:
-    return Graph()
-
-
-def message(move: Move) -> Message:
-    name, arguments = move
-    if not name:
-        return Message("assistant", arguments["text"])
-    return Message("assistant", "", (ToolCall("c", name, json.dumps(arguments)),))
+Move, graph, gold, message = kg.Move, kg.graph, kg.gold, kg.message
 
 
 async def open_task(task: Task) -> EpisodeRunner:
@@ -71,10 +58,6 @@ async def run(task: Task, moves: list[Move]) -> tuple[list[str], Outcome]:
 
 def play(task: Task, moves: list[Move]) -> tuple[list[str], Outcome]:
     return asyncio.run(run(task, moves))
-
-
-def gold(task: Task) -> list[Move]:
-    return calls(task.payload["program"], task.payload["entities"])
 
 
 def sample(level: str, split: str, size: int) -> list[Task]:
@@ -515,8 +498,8 @@ def test_policies_that_do_not_read_fail(level: str, name: str):
 
 
 def test_the_page_shows_what_was_measured():
-    stored = Path(kg.__file__).with_name("results") / "kg.json"
-    assert kg.docs_table(json.loads(stored.read_text())) in kg.DOCS.read_text()
+    stored = json.loads((Path(kg.__file__).with_name("results") / "kg.json").read_text())
+    assert baselines.policy_table(stored) in baselines.page("kg").read_text()
 
 
 def test_a_policy_that_reads_passes_the_same_measure():

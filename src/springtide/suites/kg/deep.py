@@ -13,12 +13,24 @@ from __future__ import annotations
 
 import random
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from springtide.suites.kg.generate import OOD_NAMES, SIZES, STARTS, Row, bucket, held_out, pack, parts
+from springtide.suites.kg.generate import (
+    OOD_NAMES,
+    SIZES,
+    STARTS,
+    Names,
+    Row,
+    bucket,
+    held_out,
+    is_sayable,
+    names_of,
+    pack,
+    parts,
+)
 from springtide.suites.kg.graph import Entities, Graph
 from springtide.suites.kg.programs import Program, Value, evaluate
 from springtide.suites.kg.schema import ATTRIBUTES, COUNTS, RELATIONS, Attribute, plural
@@ -53,7 +65,6 @@ _COMPARED = {"highest": "higher", "lowest": "lower", "largest": "larger", "small
 _PEOPLE = ("artist", "composer", "customer", "employee", "discoverer")
 
 Move = tuple[Any, ...]  # a letter and what it uses
-Names = dict[tuple[str, str], list[str]]  # (type, part) -> names that may stand in a question
 
 
 @dataclass
@@ -74,11 +85,7 @@ Template = tuple[_State, dict[str, list[tuple[str, ...]]]]  # one question of it
 def generate_deep(only: Sequence[str] = tuple(SHAPES)) -> dict[str, Any]:
     """All questions of the deep levels."""
     graph = Graph()
-    names: Names = defaultdict(list)
-    for kind in sorted(set(STARTS)):
-        for name in graph.entities(kind):
-            if len(name) <= 32 and "{" not in name:
-                names[kind, bucket(name)].append(name)
+    names = names_of(graph)
     return {level: pack(_level(level, graph, names)) for level in only}
 
 
@@ -311,7 +318,7 @@ def _meet(
         along = RELATIONS[source][name]
         back = sorted({n for e in at for n in graph.step(e, along.predicate, not along.inverse)})
         at = frozenset(rng.sample(back, min(len(back), 20)))
-    near = sorted(n for n in at if bucket(n) == part and len(n) <= 32 and "{" not in n and n not in state.entities)
+    near = sorted(n for n in at if bucket(n) == part and is_sayable(n) and n not in state.entities)
     if not near:
         return None
     other = _branch(state, kind, relations, rng.choice(near), graph)
@@ -353,7 +360,7 @@ def _compare(
 ) -> _State | None:  # fmt: skip
     if len(state.value) < 3 or any(graph.value(e, attribute) is None for e in state.value):
         return None
-    pool = [n for n in sorted(state.value) if bucket(n) == part and len(n) <= 32] if relation is None else []
+    pool = [n for n in sorted(state.value) if bucket(n) == part and is_sayable(n)] if relation is None else []
     name = rng.choice(pool if pool and rng.random() < 0.5 else names[kind, part])
     if name in state.entities:
         return None

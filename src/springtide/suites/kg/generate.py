@@ -25,6 +25,7 @@ from springtide.suites.kg.schema import ATTRIBUTES, QUICK, RELATIONS, plural
 
 SIZES = {"train": 1600, "test": 500, "ood": 400}
 Row = tuple[str, Program, tuple[str, ...]]  # text with places, program, entities
+Names = dict[tuple[str, str], list[str]]  # (type, part) -> names that may stand in a question
 
 
 def bucket(entity: str) -> str:
@@ -192,11 +193,7 @@ class _Phrase:
 
 
 def _standard(graph: Graph) -> dict[str, list[Row]]:
-    names: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for kind in sorted(set(STARTS)):
-        for name in graph.entities(kind):
-            if len(name) <= 32 and "{" not in name:
-                names[kind, bucket(name)].append(name)
+    names = names_of(graph)
     rng = random.Random("standard")
     found: dict[str, dict[str, set[tuple[str, ...]]]] = {}  # text of the noun phrase -> part -> entity tuples
     phrase_of: dict[str, tuple[str, _Phrase]] = {}
@@ -234,6 +231,20 @@ def _standard(graph: Graph) -> dict[str, list[Row]]:
     return {split: _draw_standard(split, chosen, found, phrase_of) for split in SIZES}
 
 
+def names_of(graph: Graph) -> Names:
+    """The entities that a question may start from."""
+    names: Names = defaultdict(list)
+    for kind in sorted(set(STARTS)):
+        for name in filter(is_sayable, graph.entities(kind)):
+            names[kind, bucket(name)].append(name)
+    return names
+
+
+def is_sayable(name: str) -> bool:
+    """Whether a question may utter a name: texts are templates, whose braces are places."""
+    return len(name) <= 32 and "{" not in name
+
+
 def held_out(program: Program) -> bool:
     """Whether a program takes a step, or two steps in a row, that train and test never take."""
     match program:
@@ -252,7 +263,7 @@ def held_out(program: Program) -> bool:
 
 
 def _draw(
-    shape: str, part: str, names: dict[tuple[str, str], list[str]], graph: Graph, rng: random.Random
+    shape: str, part: str, names: Names, graph: Graph, rng: random.Random
 ) -> tuple[_Phrase, tuple[str, ...]] | None:
     """One random question of a shape that passes the gates, or None."""
     entities: list[str] = []
