@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import math
 import re
+import shutil
 import sqlite3
 import warnings
 from pathlib import Path
@@ -15,8 +17,10 @@ import pytest
 from typer.testing import CliRunner
 
 import springtide
+from springtide.api import _eval_config
 from springtide.cli.main import _of_files, app
 from springtide.config import ConfigError
+from springtide.models.presets import resolve_model
 
 SUITE = f"{Path(__file__).parent / 'letters.py'}:Letters"
 
@@ -30,6 +34,31 @@ def test_an_argument_of_evaluate_that_cannot_be_is_named(name: str, value: Any) 
     arguments: Any = {name: value}
     with pytest.raises(ConfigError, match=rf"^{name}: must be .*, not {re.escape(repr(value))}$"):
         springtide.evaluate("springtide-nano", SUITE, **arguments)
+
+
+@pytest.mark.parametrize("item", ["trainer.lr=1e-4", "model.path=other", "suites.0.level=hard", "context=9"])
+def test_what_an_evaluation_does_not_read_cannot_be_set(item: str) -> None:
+    with pytest.raises(ConfigError, match=r"reads only the tables model, engine, rollout, runtime$"):
+        springtide.evaluate("springtide-nano", SUITE, sets=(item,))
+    with pytest.raises(ConfigError, match=r"an endpoint reads only the tables rollout, runtime$"):
+        springtide.evaluate("http://127.0.0.1:9/v1", SUITE, sets=("model.context=9",))
+
+
+def test_an_evaluated_episode_may_reach_what_the_model_can_attend_over_or_what_is_set(tmp_path: Path) -> None:
+    model = shutil.copytree(resolve_model("springtide-nano"), tmp_path / "model")
+    file = model / "config.json"
+    for most, expected in ((700, 700), (10**6, 65536)):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": most}))
+        assert _eval_config(model, SUITE, "test", "default", None, 0)[0].model.context == expected
+    sets = ("model.context=300", "model.tool_format=plain", "rollout.max_turns=2")
+    config, path, _ = _eval_config(model, SUITE, "test", "default", 32, 0, sets)
+    assert (config.model.context, config.model.tool_format, config.rollout.max_turns) == (300, "plain", 2)
+    assert (config.rollout.max_new_tokens, path) == (32, model)
+
+
+def test_an_evaluation_is_played_as_it_was_set() -> None:
+    result = springtide.evaluate("springtide-nano", "household", tasks=2, sets=("model.context=100",))
+    assert result.suites["household"].status["context_limit"] == 1
 
 
 @pytest.mark.parametrize("config", [None, 3, [], b"x"])

@@ -16,11 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from springtide.chat import check_vocab, load_chat
-from springtide.config import MAX_TEMPERATURE, MIN_TEMPERATURE, Config, ConfigError, load_config, make_config
+from springtide.config import (
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    Config,
+    ConfigError,
+    EngineTable,
+    apply_set,
+    load_config,
+    make_config,
+)
 from springtide.engine.openai import ChatEndpoint, check_url
 from springtide.env.local import LocalClient, LocalRunner
 from springtide.env.registry import load_suite
-from springtide.models.presets import SHIPPED, check_weights, resolve_model, vocab_size
+from springtide.models.presets import SHIPPED, check_weights, max_positions, resolve_model, vocab_size
 from springtide.observe.metrics import Summary
 from springtide.observe.report import write_report
 from springtide.process import scratch_directory
@@ -109,14 +118,17 @@ def evaluate(
     concurrency: int = 64,
     budget: int | None = None,
     seed: int = 0,
+    sets: tuple[str, ...] = (),
 ) -> EvalResult:
     """Play the first `tasks` tasks of a suite's split, `samples` times each, and say how often they succeed.
 
     target: a run directory (its newest checkpoint), a Hugging Face directory, the name of a shipped model, or the URL
     of an OpenAI-compatible endpoint (then `model` names the model there). level: by default the one that the run
     trained the suite at, else the suite's default (`default_level`). temperature 0 is greedy. budget: tokens that an
-    endpoint may be asked to read and write; episodes that it does not reach count as environment errors. Raises:
-    ConfigError, SuiteError, EndpointError (nobody answers there), ProcessFailed; RuntimeError inside an event loop.
+    endpoint may be asked to read and write; episodes that it does not reach count as environment errors. sets: keys of
+    the configuration to change, as "model.context=8192"; an episode may reach what the run allowed, else what the model
+    can attend over. Raises: ConfigError, SuiteError, EndpointError (nobody answers there), ProcessFailed; RuntimeError
+    inside an event loop.
     """
     _needs_no_loop("evaluate")
     _check_counts(tasks=tasks, samples=samples, concurrency=concurrency)
@@ -124,7 +136,7 @@ def evaluate(
     if budget is not None:
         _check_budget(target, budget)
     level = level or default_level(target, suite)
-    config, path, adapter = _eval_config(target, suite, split, level, max_new_tokens, seed)
+    config, path, adapter = _eval_config(target, suite, split, level, max_new_tokens, seed, tuple(sets))
     load_suite(suite).select(split, level)
     if path is not None:
         check_vocab(load_chat(path, config.model.tool_format), vocab_size(path))
@@ -192,7 +204,13 @@ def _check_temperature(value: Any) -> None:
 
 
 def _eval_config(
-    target: str | Path, suite: str, split: str, level: str, max_new_tokens: int | None, seed: int
+    target: str | Path,
+    suite: str,
+    split: str,
+    level: str,
+    max_new_tokens: int | None,
+    seed: int,
+    sets: tuple[str, ...] = (),
 ) -> tuple[Config, Path | None, Path | None]:
     """The configuration to evaluate under, the model's directory (None for an endpoint), and a checkpoint's adapter."""
     text = str(target)
@@ -217,10 +235,17 @@ def _eval_config(
                 path, adapter = resolve_model(run.model.path), saved[0]
         else:
             path = resolve_model(text)
-            if text in SHIPPED:
-                base["model"] = {"context": SHIPPED[text]}
+            most = min(max_positions(path) or 4096, EngineTable().kv_tokens)
+            base["model"] = {"context": SHIPPED.get(text, most)}
     base["suites"] = [{"use": suite, "split": split, "level": level}]
     base["run"] = {"name": "eval", "seed": seed}
     if max_new_tokens is not None:
         base.setdefault("rollout", {})["max_new_tokens"] = max_new_tokens
+    read = ("rollout", "runtime") if path is None else ("model", "engine", "rollout", "runtime")
+    for item in sets:
+        key = item.partition("=")[0].strip()
+        if key.partition(".")[0] not in read or key == "model.path":
+            of = "an endpoint" if path is None else "a model"
+            raise ConfigError(f"--set {item!r}: the evaluation of {of} reads only the tables {', '.join(read)}")
+        apply_set(base, item)
     return make_config(base), path, adapter

@@ -378,7 +378,7 @@ def load_config(path: Path, sets: tuple[str, ...] = ()) -> Config:
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, nested without end
         raise ConfigError(f"{path} is not TOML: {error}") from None
     for item in sets:
-        _apply(data, item)
+        apply_set(data, item)
     return _beside(make_config(data), path.parent)
 
 
@@ -434,7 +434,8 @@ def _shown(value: Any) -> str:
         return f"such a {type(value).__name__}"
 
 
-def _apply(data: dict[str, Any], item: str) -> None:
+def apply_set(data: dict[str, Any], item: str) -> None:
+    """Change one key of a plain tree, as `--set` says. Raises: ConfigError."""
     key, equals, text = item.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {item!r}: write it as table.key=value")

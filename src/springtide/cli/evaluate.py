@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from springtide.cli.train import Json
+from springtide.cli.train import Json, Set
 from springtide.config import ConfigError
 from springtide.observe.sinks import plain
 from springtide.rollout.feeder import BrokenRun
@@ -34,6 +34,7 @@ def command(
     model: Annotated[str, typer.Option(help="the model's name at an endpoint")] = "default",
     concurrency: Annotated[int, typer.Option(min=1, help="episodes, and an endpoint's requests, at once")] = 64,
     budget: Annotated[int | None, typer.Option(min=1, help="tokens an endpoint may be asked to read and write")] = None,
+    set_: Set = None,
     out: Annotated[Path | None, typer.Option(help="also write the figures and every episode to this JSON file")] = None,
     json_: Json = False,
 ) -> None:
@@ -56,6 +57,7 @@ def command(
         model=model,
         concurrency=concurrency,
         budget=budget,
+        sets=tuple(set_ or ()),
     )
     figures = {name: asdict(r) for name, r in result.suites.items()}
     said = {"target": target, "split": split, "level": level, "temperature": temperature, "suites": figures}
