@@ -271,7 +271,7 @@ class Rank:
             own: dict[str, Any] = {"optimizer": optimizer.state(), "rng": torch.get_rng_state()}
             state: dict[str, Any] = {"steps": optimizer.steps, "version": self.version}
             if (adapter := policy.adapter) is None:
-                self._write_model(policy, scratch)
+                _write_model(policy, scratch)
             else:
                 adapter.save(scratch, policy.directory)
                 files.copy_tokenizer(policy.directory, scratch)
@@ -292,7 +292,7 @@ class Rank:
         """Write a plain Hugging Face directory, float32, that transformers loads with equal log-probs."""
         policy, _ = self._ready()
         with files.new_directory(Path(path)) as scratch:
-            self._write_model(policy, scratch)
+            _write_model(policy, scratch)
         return {"path": path}
 
     def _finish(
@@ -316,11 +316,6 @@ class Rank:
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from error
         torch.set_rng_state(saved["rng"])
-
-    @staticmethod
-    def _write_model(policy: Policy, directory: Path) -> None:
-        policy.model.save_pretrained(directory, state_dict=policy.tensors() if policy.adapter else None)
-        files.copy_tokenizer(policy.directory, directory)
 
     def _reference(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the policy is the KL reference: a trainer's adapter as the run began, or what this rank holds."""
@@ -358,7 +353,13 @@ def export_merged(checkpoint: Path, target: Path, base: Path | None = None) -> N
     policy = load_policy(base or place)
     policy.adapt(config, 0).restore(checkpoint, state["base"])
     with files.new_directory(target) as scratch:
-        Rank._write_model(policy, scratch)
+        _write_model(policy, scratch)
+
+
+def _write_model(policy: Policy, directory: Path) -> None:
+    """The whole model, as transformers reads it; an adapter's updates are merged."""
+    policy.model.save_pretrained(directory, state_dict=policy.tensors() if policy.adapter else None)
+    files.copy_tokenizer(policy.directory, directory)
 
 
 def _need_tokens(data: StepData) -> None:
