@@ -31,6 +31,7 @@ class Endpoint:
         self.reply, self.failures, self.status = reply, failures, status
         self.failure, self.kind = "overloaded", "text/plain"
         self.headers: dict[str, str] = {}
+        self.usage: Any = {"prompt_tokens": 11, "completion_tokens": 4}
         self.requests: list[dict[str, Any]] = []
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -38,8 +39,7 @@ class Endpoint:
         if len(self.requests) <= self.failures:
             return web.Response(status=self.status, text=self.failure, content_type=self.kind, headers=self.headers)
         message = {"role": "assistant", **self.reply}
-        usage = {"prompt_tokens": 11, "completion_tokens": 4}
-        return web.json_response({"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage})
+        return web.json_response({"choices": [{"message": message, "finish_reason": "stop"}], "usage": self.usage})
 
     @contextlib.contextmanager
     def serve(self) -> Iterator[str]:
@@ -120,6 +120,51 @@ def test_a_budget_of_tokens_ends_an_evaluation_and_what_was_not_played_is_counte
             springtide.evaluate(url, SUITE, tasks=1, budget=0)
     with pytest.raises(ConfigError, match=r"^budget: only an endpoint has one"):
         springtide.evaluate("springtide-nano", SUITE, tasks=1, budget=40)
+
+
+@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": None}])
+def test_a_budget_that_a_server_does_not_count_ends_the_evaluation_at_once(usage: Any) -> None:
+    endpoint = Endpoint({"content": "lettersa"})
+    endpoint.usage = usage
+
+    async def ask(url: str, budget: int | None) -> int:
+        async with ChatEndpoint(url, "m", budget=budget) as chat:
+            return (
+                await chat.complete([Message("user", "hi")], [], temperature=0, max_tokens=4, seed=1)
+            ).completion_tokens
+
+    async def twice(url: str) -> None:
+        async with ChatEndpoint(url, "m", budget=40) as chat:
+            for _ in range(2):
+                with pytest.raises(EndpointError, match="does not say how many tokens"):
+                    await chat.complete([Message("user", "hi")], [], temperature=0, max_tokens=4, seed=1)
+            assert chat.exhausted
+
+    with endpoint.serve() as url:
+        assert asyncio.run(ask(url, None)) == 0
+        asyncio.run(twice(url))
+    assert len(endpoint.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("reply", "usage"),
+    [
+        ({"content": "a\ud83d"}, {}),
+        ({"tool_calls": {"a": 1}}, {}),
+        ({"content": "a"}, "many"),
+        ({"content": "a"}, {"prompt_tokens": "x"}),
+    ],
+)
+def test_a_reply_that_could_not_be_passed_on_is_an_error_of_the_endpoint(reply: dict[str, Any], usage: Any) -> None:
+    endpoint = Endpoint(reply)
+    endpoint.usage = usage
+
+    async def ask(url: str) -> None:
+        async with ChatEndpoint(url, "m") as chat:
+            await chat.complete([Message("user", "hi")], [], temperature=0, max_tokens=4, seed=1)
+
+    with endpoint.serve() as url, pytest.raises(EndpointError, match="the reply is no chat completion"):
+        asyncio.run(ask(url))
 
 
 def test_what_is_no_completion_is_said_with_the_servers_words() -> None:

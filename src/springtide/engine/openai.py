@@ -2,8 +2,8 @@
 
 Owns: the HTTP requests, their retries, their deadline and their budget. Invariants: a request is tried again only for
 what may pass (connection, 408, 429, 5xx), with growing pauses (or the one that the server asks for) and at most `tries`
-times; what the server refuses for good is an `EndpointError` with its own words; once the budget of tokens is spent
-nothing more is sent; an address that can be none is refused before anything is sent.
+times; what the server refuses for good is an `EndpointError` with its own words; once the budget of tokens is spent,
+or the server turns out not to count, nothing more is sent; an address that can be none is refused before that.
 Called by: `springtide.api.evaluate`, `rollout.endpoint`.
 """
 
@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from springtide.trace import Message
+from springtide.wire import WireError, pack
 
 _PASSING = {408, 409, 425, 429, 500, 502, 503, 504}
 _PROBE_S = 15.0
@@ -74,6 +75,7 @@ class ChatEndpoint:
         self._model, self._tries = model, tries
         self._connections, self._timeout_s = connections, timeout_s
         self._budget, self.spent = budget, 0
+        self._uncounted = False  # the server gives no usage
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> ChatEndpoint:
@@ -103,10 +105,19 @@ class ChatEndpoint:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the budget is spent."""
-        return self._budget is not None and self.spent >= self._budget
+        """Whether the budget is spent, or cannot be counted."""
+        return self._uncounted or (self._budget is not None and self.spent >= self._budget)
+
+    def _spend(self, tokens: int) -> None:
+        """Raises: EndpointError where a budget would never be spent; nothing more is sent then."""
+        self.spent += tokens
+        if self._budget is not None and not tokens:
+            self._uncounted = True
+            raise EndpointError(self.over_budget())
 
     def over_budget(self) -> str:
+        if self._uncounted:
+            return f"{self._url} does not say how many tokens it used (`usage`), so no budget can hold; give none"
         return f"the budget of {self._budget:,} tokens is spent ({self.spent:,}); give a larger one"
 
     async def complete(
@@ -140,7 +151,7 @@ class ChatEndpoint:
                 async with self._session.post(self._url, json=body) as response:
                     if response.status == 200:
                         reply = _reply(await response.json())
-                        self.spent += reply.prompt_tokens + reply.completion_tokens
+                        self._spend(reply.prompt_tokens + reply.completion_tokens)
                         return reply
                     said = f"status {response.status}: {(await response.text())[:300]}"
                     if response.status not in _PASSING:
@@ -160,15 +171,17 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _reply(data: dict[str, Any]) -> Reply:
+def _reply(data: Any) -> Reply:
     try:
-        choice = data["choices"][0]
-        usage = data.get("usage") or {}
+        choice, usage = data["choices"][0], data.get("usage") or {}
+        message = Message.from_openai({**choice["message"], "role": "assistant"})
+        pack(message)  # half a surrogate pair could not be sent to the environment
         return Reply(
-            Message.from_openai({**choice["message"], "role": "assistant"}),
-            choice.get("finish_reason") or "stop",
-            usage.get("prompt_tokens", 0),
-            usage.get("completion_tokens", 0),
+            message, choice.get("finish_reason") or "stop", _count(usage, "prompt"), _count(usage, "completion")
         )
-    except (KeyError, IndexError, TypeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError, WireError) as error:
         raise EndpointError(f"the reply is no chat completion ({error!r}): {str(data)[:300]}") from None
+
+
+def _count(usage: dict[str, Any], of: str) -> int:
+    return max(0, int(usage.get(f"{of}_tokens") or 0))
