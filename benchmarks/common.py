@@ -22,6 +22,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -148,11 +149,31 @@ def arguments(doc: str | None, *, runs: bool = False, cells: bool = False) -> ar
     return parser
 
 
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a program that trains: its figures are of the preset as shipped, unless they count for nothing."""
+    args = parser.parse_args(argv)
+    if args.set and not args.quick:
+        parser.error("--set changes the preset, so it needs --quick: the figures are of the preset as shipped")
+    return args
+
+
 def preset(*sets: str) -> Config:
     """The quickstart's configuration as shipped, with `sets` applied."""
     from springtide.config import load_config
 
     return load_config(SOURCES / "cli" / "quickstart.toml", sets)
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A directory that goes with the block."""
+    with tempfile.TemporaryDirectory(prefix="springtide-bench-") as directory:
+        yield Path(directory)
+
+
+def read_lines(path: Path) -> list[Json]:
+    """The records of a `.jsonl` file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -436,12 +457,22 @@ def springtide(*args: str, log: Path) -> Finished:
     return Finished(time.monotonic() - started, peak[0])
 
 
+def train(config: Config) -> Finished:
+    """Train a configuration in processes of its own; its file and its log lie beside the run directory."""
+    config.run_dir.parent.mkdir(parents=True, exist_ok=True)
+    file = config.run_dir.with_suffix(".toml")
+    file.write_text(config.to_toml())
+    return springtide("train", str(file), log=config.run_dir.with_suffix(".log"))
+
+
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 _PURPOSE = {
+    "db": "What policies without a model reach at each level of db, on `test` and `ood`",
     "engine": "The local engine's speed",
     "goodput": "Tokens that are learned from, a second",
     "household": "What policies without a model reach at each level of household, on `test`",
+    "kg": "What policies without a model reach at each level of kg, on `test`",
     "latency": "Asynchronous against synchronous, with tools that answer late",
     "learning": "The quickstart's claim",
     "multitask": "One policy for three suites, and what its two devices are worth",

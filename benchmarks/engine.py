@@ -36,7 +36,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import torch
-from common import HERE, Json, Load, Row, arguments, emit, report
+from common import HERE, Json, Load, Row, arguments, emit, report, scratch
 
 from springtide.engine.local.core import EngineCore, Request
 from springtide.engine.local.engine import EngineSettings, make_core
@@ -72,7 +72,7 @@ def main() -> None:
 def bench_model(name: str, bandwidth: float, vllm: Path | None, peers: list[Json], *, quick: bool) -> list[Row]:
     """The rows of one model; `peers` is told what was started."""
     with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        directory = stack.enter_context(scratch())
         model = make_checkpoint(name, directory)
         decoder = Decoder(DecoderConfig.read(directory), read_checkpoint(directory))
         peer = stack.enter_context(Vllm.start(vllm, directory)) if vllm else None

@@ -23,8 +23,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -34,12 +32,28 @@ from statistics import fmean
 from typing import Any
 
 import one_turn
-from common import Json, Load, Row, arguments, emit, interval, preset, ratio_interval, report, report_cells, springtide
+from common import (
+    Json,
+    Load,
+    Row,
+    arguments,
+    emit,
+    interval,
+    parse,
+    preset,
+    ratio_interval,
+    read_lines,
+    report,
+    report_cells,
+    scratch,
+    train,
+)
 
 from springtide.algorithms.advantages import GroupRewards, RunningMoments, advantages, consumed
 from springtide.config import Config, ConfigError
 from springtide.models.presets import resolve_model
 from springtide.process import start_process
+from springtide.rundir import RunDirectory
 from springtide.trace import Group, make_version
 
 MODES = {"asynchronous": (), "synchronous": ("schedule.policy=synchronous",)}
@@ -76,10 +90,9 @@ def play(name: str, seconds: float, directory: Path, sets: Sequence[str]) -> tup
         "observe.report=false",
         "observe.progress=false",
     )
-    file = directory / f"{name}.toml"
-    file.write_text(config.to_toml())
-    done = springtide("train", str(file), log=directory / f"{name}.log")
-    return figures(_lines(config, "metrics"), _lines(config, "events"), done.peak_pss_mib), config
+    done = train(config)
+    run = RunDirectory(config.run_dir)
+    return figures(read_lines(run.metrics), read_lines(run.events), done.peak_pss_mib), config
 
 
 def figures(metrics: Sequence[Json], events: Sequence[Json], peak_pss_mib: float) -> Figures:
@@ -127,14 +140,14 @@ def empty_share(events: Sequence[Json]) -> float:
 
 async def replay(config: Config, seconds: float) -> float:
     """Loss tokens a second of a trainer that never waits: the run's steps in its order, for at most `seconds`."""
-    batches = [e["visits"] for e in _lines(config, "events") if e["kind"] == "StepStarted"]
-    directory = config.run_dir / "trajectories"
+    run = RunDirectory(config.run_dir)
+    batches = [e["visits"] for e in read_lines(run.events) if e["kind"] == "StepStarted"]
     running, tokens, spent = RunningMoments.from_json({}), 0, 0.0
     args = {"config": config.model_dump(mode="json"), "model": str(resolve_model(config.model.path))}
-    log = config.run_dir / "logs" / "ceiling.log"
+    log = run.logs / "ceiling.log"
     async with start_process("ceiling", "springtide.trainer.rank:main", args, log_path=log) as trainer:
         for step, visits in enumerate(batches):
-            paths = {visit: directory / f"{visit:08d}.msgpack" for visit in visits}
+            paths = {visit: run.trajectories / f"{visit:08d}.msgpack" for visit in visits}
             groups = [GroupRewards.of(Group.load(path)) for path in paths.values()]
             results = advantages(groups, config.algorithm, running)
             running = running.after(consumed(results))
@@ -151,10 +164,6 @@ async def replay(config: Config, seconds: float) -> float:
             if spent >= seconds:
                 break
     return tokens / spent
-
-
-def _lines(config: Config, name: str) -> list[Json]:
-    return [json.loads(line) for line in (config.run_dir / f"{name}.jsonl").read_text().splitlines()]
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -241,9 +250,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__, runs=True, cells=True)
     parser.add_argument("--trl", type=Path, metavar="PYTHON", help="interpreter of an environment that holds TRL")
     parser.add_argument("--tune", action="store_true", help="only choose TRL's settings")
-    args = parser.parse_args(argv)
-    if args.set and not args.quick:
-        parser.error("--set changes the preset, so it needs --quick: the targets are of the preset as shipped")
+    args = parse(parser, argv)
     if args.tune:
         if args.trl is None or args.quick:
             parser.error("--tune needs --trl PYTHON, and has no --quick")
@@ -262,14 +269,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with Load() as load:
             for _ in range(count):
-                with tempfile.TemporaryDirectory(prefix="springtide-bench-") as directory:
+                with scratch() as directory:
                     configs = {}
                     for mode, own in MODES.items():
-                        result, configs[mode] = play(mode, seconds, Path(directory), (*own, *sets))
+                        result, configs[mode] = play(mode, seconds, directory, (*own, *sets))
                         rounds[mode].append(result)
                     ceilings.append(asyncio.run(replay(configs["asynchronous"], ceiling_s)))
                     if peer is not None:
-                        peer.play(seconds, Path(directory))
+                        peer.play(seconds, directory)
     except ConfigError as error:
         parser.error(str(error))
     rows = make_rows(rounds, ceilings)

@@ -22,12 +22,12 @@ import functools
 import json
 import math
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any
 
+import common
 import wrapped
 from common import (
     CELLS,
@@ -39,15 +39,17 @@ from common import (
     arguments,
     emit,
     interval,
+    parse,
     preset,
     ratio_interval,
     report,
-    springtide,
+    scratch,
 )
 from goodput import Figures, play
-from runs import figures, make_cell, scratch
+from runs import evaluations, make_cell
 
 from springtide.config import Config, ConfigError
+from springtide.rundir import RunDirectory
 
 SHIPPED = ("db", "kg", "household")
 SLOW = tuple(f"benchmarks/wrapped.py:Slow{suite.capitalize()}" for suite in SHIPPED)  # from the repository's root
@@ -61,6 +63,7 @@ SECONDS = {"asynchronous": 120.0, "synchronous": 300.0, "step barrier": 180.0}  
 ROUNDS = 2
 TARGET = 1.33
 SEEDS, STEPS = (0, 1, 2, 3, 4), 30
+QUIET = ("observe.report=false", "observe.progress=false")
 QUICK_SECONDS = {"asynchronous": 25.0, "synchronous": 90.0, "step barrier": 50.0}
 QUICK_SPEED = ("trainer.groups=2", "rollout.group.n=4", "rollout.concurrency=6")
 QUICK_CELL = (*QUICK_SPEED, "eval.tasks=4", "run.steps=3")
@@ -72,7 +75,7 @@ QUICK_CELL = (*QUICK_SPEED, "eval.tasks=4", "run.steps=3")
 def make_config(mode: str, seed: int, sets: Sequence[str]) -> Config:
     """Only the asynchronous arm sleeps: what the other learns does not depend on time."""
     slow = (SLOW_SUITES,) if mode == "asynchronous" else ()
-    return preset(*slow, *MODES[mode], f"run.seed={seed}", f"run.steps={STEPS}", "run.minutes=60", *sets)
+    return preset(*slow, *MODES[mode], f"run.seed={seed}", f"run.steps={STEPS}", "run.minutes=60", *QUIET, *sets)
 
 
 def cell(mode: str, seed: int, sets: Sequence[str] = ()) -> Cell:
@@ -82,20 +85,15 @@ def cell(mode: str, seed: int, sets: Sequence[str] = ()) -> Cell:
     )
 
 
-def train(config: Config, directory: Path) -> Json:
+def train(config: Config) -> Json:
     """Returns `{start, end, steps, train_s, staleness}`. Raises: SystemExit if it ended before its last step."""
-    tree = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(directory), "name": "cell"})})
-    file = directory / "cell.toml"
-    file.write_text(tree.to_toml())
-    given = ("observe.report=false", "observe.progress=false")
-    springtide("train", str(file), *(part for item in given for part in ("--set", item)), log=directory / "cell.log")
-    lines = [json.loads(line) for line in (directory / "cell" / "metrics.jsonl").read_text().splitlines()]
-    evals = {r["label"]: r["suites"] for r in lines if r["kind"] == "eval"}
-    summary = json.loads((directory / "cell" / "summary.json").read_text())
+    common.train(config)
+    run = RunDirectory(config.run_dir)
+    summary = json.loads(run.summary.read_text())
     if summary["steps"] != config.run.steps:
         raise SystemExit(f"{summary['steps']} of {config.run.steps} steps within {config.run.minutes:g} minutes")
     return {
-        **{when: {name: figures(s, s["greedy"]) for name, s in suites.items()} for when, suites in evals.items()},
+        **evaluations(run),
         "steps": summary["steps"],
         "train_s": summary["wall_s"],
         "staleness": summary["staleness_mean"],
@@ -109,8 +107,8 @@ def run_cells(seeds: Sequence[int], sets: Sequence[str], *, missing: bool, direc
         for mode, found in cells.items():
 
             def compute(mode: str = mode, seed: int = seed) -> Json:
-                with scratch() as where:
-                    return train(make_config(mode, seed, sets), where)
+                with scratch() as place:
+                    return train(make_config(mode, seed, (*sets, f"run.dir={place}", "run.name=cell")))
 
             found.append(cell(mode, seed, sets).run(compute, missing=missing, directory=directory))
         print(f"seed {seed} done", file=sys.stderr, flush=True)
@@ -211,11 +209,11 @@ def measure(quick: bool, sets: Sequence[str]) -> tuple[dict[str, list[Figures]],
     rounds: dict[str, list[Figures]] = {mode: [] for mode in MODES}
     with Load() as load:
         for _ in range(1 if quick else ROUNDS):
-            with tempfile.TemporaryDirectory(prefix="springtide-bench-") as directory:
+            with scratch() as directory:
                 for mode, own in MODES.items():
                     seconds = (QUICK_SECONDS if quick else SECONDS)[mode]
                     name = mode.replace(" ", "-")
-                    rounds[mode].append(play(name, seconds, Path(directory), (SLOW_SUITES, *own, *sets))[0])
+                    rounds[mode].append(play(name, seconds, directory, (SLOW_SUITES, *own, *sets))[0])
                     print(f"{mode} done", file=sys.stderr, flush=True)
     return rounds, load
 
@@ -225,9 +223,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--cells", action="store_true", help="only the cells: no timing")
     part.add_argument("--speed", action="store_true", help="only the timing, beside the cells that are stored")
-    args = parser.parse_args(argv)
-    if args.set and not args.quick:
-        parser.error("--set changes the preset, so it needs --quick: the targets are of the preset as shipped")
+    args = parse(parser, argv)
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.chdir(REPO))  # the suites' file is named from there

@@ -34,15 +34,18 @@ from common import (
     arguments,
     emit,
     interval,
+    parse,
     preset,
     report_cells,
+    scratch,
     springtide,
 )
-from runs import evaluate, figures, make_cell, play, publish, scratch
+from runs import evaluate, evaluations, make_cell, play, publish
 
 from springtide.config import Config, ConfigError
 from springtide.rollout.episode import EpisodeSpec
 from springtide.rollout.pool import play_once
+from springtide.rundir import RunDirectory
 from springtide.runtime.local import Runtime, open_runtime
 from springtide.trace import TaskRef, make_version
 from springtide.trainer.start import check
@@ -62,12 +65,10 @@ def train_rl(config: Config, directory: Path, sets: Sequence[str]) -> Json:
     given = (*sets, f"run.dir={directory}", "run.name=rl", "observe.progress=false")
     args = [part for item in given for part in ("--set", item)]
     done = springtide("quickstart", "--seed", str(config.run.seed), *args, log=directory / "rl.log")
-    run = directory / "rl"
-    summary = json.loads((run / "summary.json").read_text())
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    evals = {r["label"]: r for r in lines if r["kind"] == "eval"}
+    run = RunDirectory(directory / "rl")
+    summary = json.loads(run.summary.read_text())
     return {
-        **{when: {name: figures(s, s["greedy"]) for name, s in evals[when]["suites"].items()} for when in evals},
+        **evaluations(run),
         "steps": summary["steps"],
         "train_s": summary["wall_s"],
         "wall_s": done.wall_s,
@@ -255,9 +256,7 @@ def make_notes(arms: dict[str, Sequence[Json]]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__, runs=True, cells=True)
     parser.add_argument("--tune", action="store_true", help="choose the supervised learning rate, on dev tasks")
-    args = parser.parse_args(argv)
-    if args.set and not args.quick:
-        parser.error("--set changes the preset, so it needs --quick: the claim is about the preset as shipped")
+    args = parse(parser, argv)
     try:
         _main(args, parser)
     except ConfigError as error:
@@ -267,9 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _main(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     sets = (*QUICK, *args.set) if args.quick else ()
     with contextlib.ExitStack() as stack:
-        directory = CELLS
-        if args.quick:
-            directory = stack.enter_context(scratch())
+        directory = stack.enter_context(scratch()) if args.quick else CELLS
         if args.tune:
             _tune(args, sets, directory)
             return

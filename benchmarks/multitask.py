@@ -30,9 +30,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common import CELLS, SOURCES, Cell, Json, arguments, emit, preset, report_cells, springtide
+import common
+from common import CELLS, SOURCES, Cell, Json, arguments, emit, parse, preset, read_lines, report_cells, scratch
 from multitask_table import make_notes, make_rows
-from runs import choose_tasks, evaluate, make_cell, play, publish, scratch
+from runs import choose_tasks, evaluate, make_cell, play, publish
 
 import springtide as package
 from springtide.config import Config, ConfigError
@@ -94,17 +95,14 @@ class Job:
 
 def train(config: Config) -> tuple[Json, Path]:
     """A run in processes of its own. Returns its figures, and the directory of the model it ends with."""
-    config.run_dir.parent.mkdir(parents=True, exist_ok=True)
-    file = config.run_dir.with_suffix(".toml")
-    file.write_text(config.to_toml())
-    done = springtide("train", str(file), log=config.run_dir.with_suffix(".log"))
+    done = common.train(config)
     run = RunDirectory(config.run_dir)
     summary = json.loads(run.summary.read_text())
-    steps = [r for r in map(json.loads, run.metrics.read_text().splitlines()) if r["kind"] == "step"]
+    steps = [r for r in read_lines(run.metrics) if r["kind"] == "step"]
     dropped: Counter[str] = Counter()
     for record in steps:
         dropped.update(record["dropped"])
-    events = [json.loads(line) for line in run.events.read_text().splitlines()]
+    events = read_lines(run.events)
     suites = {e["visit"]: e["suite"] for e in events if e["kind"] == "Admitted"}
     groups = Counter(suites[visit] for e in events if e["kind"] == "StepStarted" for visit in e["visits"])
     model = run.saved()[0]
@@ -119,8 +117,13 @@ def train(config: Config) -> tuple[Json, Path]:
         / max(1, sum(r["staleness"]["turns"] for r in steps)),
         "train_s": summary["wall_s"],
         "peak_pss_mib": done.peak_pss_mib,
-        "model": hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()[:16],
+        "model": _fingerprint(model),
     }, model
+
+
+def _fingerprint(model: Path) -> str:
+    """Tells one trained model from another: a repeated cell ends with the same, or it did not repeat."""
+    return hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()[:16]
 
 
 async def evaluate_model(config: Config, model: Path, directory: Path) -> Json:
@@ -153,7 +156,7 @@ async def count_wins(config: Config, models: tuple[Path, Path], directory: Path)
             wins[arm] = _by_task(result)
     return {
         "wins": wins,
-        "models": [hashlib.sha256((m / "model.safetensors").read_bytes()).hexdigest()[:16] for m in models],
+        "models": [_fingerprint(model) for model in models],
     }
 
 
@@ -292,9 +295,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--only", default="", metavar="PREFIX", help="run only cells named so, as nocross or passk-seeds"
     )
-    args = parser.parse_args(argv)
-    if args.set and not args.quick:
-        parser.error("--set changes the preset, so it needs --quick: the figures are of the preset as shipped")
+    args = parse(parser, argv)
     running = Path(package.__file__).resolve().parent
     if running != SOURCES:
         parser.error(f"this would measure {running}, not the sources beside it; set PYTHONPATH={SOURCES.parent}")

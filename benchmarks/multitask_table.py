@@ -21,6 +21,7 @@ Counts = list[list[int]]  # a task: successes, episodes
 
 KS = (1, 2, 4, 8, 16, 32)
 ABLATED = {"nocross": "cross-policy sampling", "nonorm": "task normalisation"}
+_AGAINST = {"best": "the better policy alone", "mixed": "half of the episodes from each"}
 # One-sided 80% quantiles of Student's t by degrees of freedom; beyond the table the normal one is within 2%.
 _T80 = (1.376, 1.061, 0.978, 0.941, 0.920, 0.906, 0.896, 0.889, 0.883, 0.879, 0.876, 0.873, 0.870, 0.868, 0.866, 0.865)
 # AgentRL (arXiv 2510.04206v1), Qwen2.5-14B on five tasks, points of mean success.
@@ -107,13 +108,13 @@ def make_rows(cells: Cells) -> list[Row]:
                 _row(f"{ahead}: mean greedy success", _paired(cells, arm, pairs, suites, "greedy")),
                 Row(f"{ahead}: detectable effect, 80% power", detectable(sampled), "points", seeds=len(pairs)),
             ]
-    for name in sorted(n for n in cells if n.startswith("passk-")):
-        pair = name.removeprefix("passk-")
-        table = pass_table(cells[name]["result"]["wins"])
-        best = max(table["first"])
-        for k, other in ((1, "best"), (best, "best"), (1, "mixed"), (best, "mixed")):
-            said = "the better policy alone" if other == "best" else "half of the episodes from each"
-            rows.append(_row(f"{pair}: pass@{k} of cross ahead of {said}", _cross_ahead(table, k, other), seeds=1))
+    for pair, wins in _pairs(cells).items():
+        table = pass_table(wins)
+        rows += [
+            _row(f"{pair}: pass@{k} of cross ahead of {said}", _cross_ahead(table, k, other), seeds=1)
+            for other, said in _AGAINST.items()
+            for k in (1, max(table["first"]))
+        ]
     return rows
 
 
@@ -142,6 +143,12 @@ def paired_seeds(cells: Cells, arm: str) -> list[int]:
 
 def _seeds(cells: Cells, arm: str) -> list[int]:
     return sorted(int(n.rpartition("-")[2]) for n in cells if n.rpartition("-")[0] == arm)
+
+
+def _pairs(cells: Cells) -> dict[str, Mapping[str, Mapping[str, Counts]]]:
+    """Pair -> what `pass_table` reads."""
+    names = sorted(n for n in cells if n.startswith("passk-"))
+    return {n.removeprefix("passk-"): cells[n]["result"]["wins"] for n in names}
 
 
 def _suites(cells: Cells, name: str) -> list[str]:
@@ -215,8 +222,8 @@ def make_notes(cells: Cells, missing: Sequence[str] = ()) -> list[str]:
     if missing:
         lines += ["", f"Not run yet, and counted nowhere: {', '.join(missing)}."]
     lines += ["", *_published(cells), "", *_arms(cells)]
-    for name in sorted(n for n in cells if n.startswith("passk-")):
-        lines += ["", *_passes(name.removeprefix("passk-"), cells[name]["result"]["wins"])]
+    for pair, wins in _pairs(cells).items():
+        lines += ["", *_passes(pair, wins)]
     return lines
 
 
@@ -272,8 +279,8 @@ def _published(cells: Cells) -> list[str]:
         if pairs := paired_seeds(cells, arm):
             values = _paired(cells, arm, pairs, _suites(cells, f"full-{pairs[0]}"), "sampled")
             add(f"what {what} is worth", "Table 6", _TABLE_6["full"] - _TABLE_6[arm], values)
-    for name in sorted(n for n in cells if n.startswith("passk-")):
-        table = pass_table(cells[name]["result"]["wins"])
+    for pair, wins in _pairs(cells).items():
+        table = pass_table(wins)
         claims: list[tuple[int, str, str, int]] = [
             (1, "best", "slightly below", -1),
             (max(table["cross"]), "best", "above", 1),
@@ -281,9 +288,8 @@ def _published(cells: Cells) -> list[str]:
         ]
         for k, other, said, sign in claims:
             values = _cross_ahead(table, k, other)
-            against = "the better policy alone" if other == "best" else "half of the episodes from each"
             lines.append(
-                f"| {name.removeprefix('passk-')}: pass@{k} of cross against {against} | {said} (Fig. 8) "
+                f"| {pair}: pass@{k} of cross against {_AGAINST[other]} | {said} (Fig. 8) "
                 f"| {_said(values)} | {direction(sign, values)} |"
             )
     return lines

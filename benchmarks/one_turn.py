@@ -21,13 +21,12 @@ import math
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from common import CELLS, HERE, Cell, Json, Row, fingerprint, ratio_interval
+from common import CELLS, HERE, Cell, Json, Row, fingerprint, ratio_interval, scratch
 
 from springtide.chat import load_chat
 from springtide.env import InProcessClient
@@ -137,9 +136,8 @@ def our_sets(model: Path, groups: int) -> tuple[str, ...]:
 
 def run_trl(python: Path, setting: Setting, model: Path, prompts: Path, *, groups: int, steps: int) -> Json:
     """Train `steps` steps. Returns what `peer_trl.py` wrote. Raises: SystemExit with the end of its log."""
-    with tempfile.TemporaryDirectory(prefix="springtide-bench-") as name:
-        scratch = Path(name)
-        settings, out, log = (scratch / f for f in ("settings.json", "out.json", "trl.log"))
+    with scratch() as place:
+        settings, out, log = (place / f for f in ("settings.json", "out.json", "trl.log"))
         shape = {"batch": groups * MEMBERS, "generations": MEMBERS, "max_tokens": MAX_TOKENS, "lr": LR, "seed": 0}
         given = {**asdict(setting), **shape, "steps": steps, "model": str(model), "prompts": str(prompts)}
         settings.write_text(json.dumps({**given, "out": str(out)}))
@@ -148,7 +146,7 @@ def run_trl(python: Path, setting: Setting, model: Path, prompts: Path, *, group
         environment = {**os.environ, "OMP_NUM_THREADS": str(setting.threads), "TOKENIZERS_PARALLELISM": "false"}
         environment.pop("PYTHONPATH", None)  # ours
         with open(log, "wb") as output:
-            done = subprocess.run(command, env=environment, cwd=scratch, stdout=output, stderr=subprocess.STDOUT)
+            done = subprocess.run(command, env=environment, cwd=place, stdout=output, stderr=subprocess.STDOUT)
         if done.returncode:
             raise SystemExit(f"TRL ended with {done.returncode}:\n{log.read_text(errors='replace')[-4000:]}")
         result: Json = json.loads(out.read_text())
@@ -197,8 +195,8 @@ def trial_cell(setting: Setting, installed: Json) -> Cell:
 def tune(python: Path, *, missing: bool, directory: Path = CELLS) -> dict[Setting, Json]:
     """Try every setting; resumable. Returns the cells."""
     installed = versions(python)
-    with tempfile.TemporaryDirectory(prefix="springtide-bench-") as name:
-        model, prompts = prepare(Path(name))
+    with scratch() as place:
+        model, prompts = prepare(place)
 
         def trial(setting: Setting) -> Json:
             def compute() -> Json:

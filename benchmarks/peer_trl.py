@@ -5,7 +5,7 @@ max_tokens, ahead, steps, lr, seed, out}`, trains that many steps, and writes to
 trained by TRL's own counts. `batch` completions make an optimiser step, `generations` of each prompt, and `ahead`
 steps' are generated at once. Run by torch.distributed where there is more than one process.
 Called by: `goodput.py --trl PYTHON`, as `PYTHON [-m torch.distributed.run ...] peer_trl.py SETTINGS`. Knows nothing of
-Springtide; its reward is `wrapped.reward`.
+Springtide, so its reward is written again here: what `wrapped.reward` is, which a test holds it to.
 """
 
 from __future__ import annotations

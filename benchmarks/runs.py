@@ -9,16 +9,15 @@ Called by: `learning`, `multitask`.
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import hashlib
 import inspect
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import SOURCES, Cell, Json, fingerprint
+from common import SOURCES, Cell, Json, fingerprint, read_lines
 
 from springtide.config import Config
 from springtide.models.presets import resolve_model
@@ -26,6 +25,7 @@ from springtide.rollout.episode import EpisodeSpec
 from springtide.rollout.evaluate import EvalResult, eval_tasks
 from springtide.rollout.evaluate import evaluate as play_all
 from springtide.rollout.pool import play_once
+from springtide.rundir import RunDirectory
 from springtide.runtime.local import Runtime
 from springtide.trace import TaskRef
 
@@ -50,12 +50,6 @@ def _hash_sources(suites: tuple[str, ...], model: Path) -> str:
     return fingerprint(entries, [SOURCES / "suites", SOURCES / "engine", model, *files])
 
 
-@contextlib.contextmanager
-def scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="springtide-bench-") as directory:
-        yield Path(directory)
-
-
 async def publish(runtime: Runtime, version: int) -> None:
     """Put the trainer's weights into every engine, under `version`."""
     await runtime.trainer.call("publish", deadline_s=600, version=version)
@@ -67,7 +61,7 @@ async def evaluate(config: Config, runtime: Runtime, version: int) -> Json:
     tasks = await choose_tasks(config, runtime)
     sampled = await play(config, runtime, tasks, version=version, samples=config.eval.samples)
     greedy = await play(config, runtime, tasks, version=version, samples=1, temperature=0.0)
-    return {s: figures(fields(result), greedy.suites[s].success) for s, result in sampled.suites.items()}
+    return {s: figures(asdict(result), greedy.suites[s].success) for s, result in sampled.suites.items()}
 
 
 async def choose_tasks(config: Config, runtime: Runtime) -> dict[str, list[TaskRef]]:
@@ -107,9 +101,10 @@ async def play(
     return await play_all(tasks, episodes, spec, samples=samples, concurrency=_EPISODES)
 
 
-def fields(result: Any) -> Json:
-    """A suite's result as a run's `metrics.jsonl` has it, as far as a cell needs it."""
-    return {name: getattr(result, name) for name in ("success", "episodes", "low", "high", "env_errors", "tokens")}
+def evaluations(run: RunDirectory) -> Json:
+    """When ("start", "end") -> suite -> figures, as a run evaluated itself."""
+    evals = [record for record in read_lines(run.metrics) if record["kind"] == "eval"]
+    return {r["label"]: {name: figures(s, s["greedy"]) for name, s in r["suites"].items()} for r in evals}
 
 
 def figures(suite: Json, greedy: float) -> Json:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from springtide.config import Config
+from springtide.rundir import RunDirectory
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # they are programs, run by path, and import what they share from beside them
@@ -229,7 +230,8 @@ def test_both_arms_start_from_the_same_figures_and_report_the_same_kind(arms: An
 
 def test_goodputs_figures_of_a_run_and_its_ceiling(arms: Any) -> None:
     config, rl, _ = arms
-    figures = goodput.figures(goodput._lines(config, "metrics"), goodput._lines(config, "events"), rl["peak_pss_mib"])
+    run = RunDirectory(config.run_dir)
+    figures = goodput.figures(common.read_lines(run.metrics), common.read_lines(run.events), rl["peak_pss_mib"])
     assert 0 < figures.loss_tokens_per_s < figures.all_tokens_per_s
     for shares in (figures.trainer, figures.engine):
         assert all(share >= 0 for share in shares.values())
