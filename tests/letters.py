@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from springtide import Environment, Task
+from springtide.trace import Message
 
 TRAIN = 200
 
@@ -89,3 +90,22 @@ class Flaky(Letters):
         if len(text) % 3 == 0:
             raise OSError("the back end is down")
         await super().reply(text)
+
+
+class Pictures(Letters):
+    """Answers with an image; every other task begins with one."""
+
+    name, max_turns = "pictures", 2
+
+    async def start(self) -> str | list[Message]:
+        return [self.image()] if self.task.index % 2 else "look"
+
+    async def reply(self, text: str) -> list[Message]:  # type: ignore[override]
+        return [self.image()]
+
+    async def score(self) -> float:
+        return 0.0
+
+    @staticmethod
+    def image() -> Message:
+        return Message("user", ({"type": "text", "text": "here"}, {"type": "image_url", "image_url": {"url": "x"}}))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.chat_models import TEMPLATES, TOOLS, chat, tokenizer, user
 
-from springtide.chat import FORMATS, Chat, ChatTemplate, Conversation, measure_drift, undecodable
+from springtide.chat import FORMATS, Chat, ChatTemplate, ContentError, Conversation, measure_drift, undecodable
 from springtide.chat.tools import CUT
 from springtide.trace import Message, ToolCall
 
@@ -339,3 +339,17 @@ def test_members_of_a_group_do_not_write_into_each_other() -> None:
     one.observe([user("x")])
     assert np.array_equal(two.ids, before)
     assert one.ids.dtype == two.ids.dtype == np.int32
+
+
+@pytest.mark.parametrize("format_name", [None, "plain"])
+def test_text_parts_are_their_text_and_other_parts_are_refused_by_their_type(format_name: str | None) -> None:
+    model = Chat(tokenizer(), ChatTemplate({"default": TEMPLATES["stable"]}, {}), format_name and FORMATS[format_name])
+    call = Message("assistant", "", (ToolCall("1", "look", "{}"),))
+
+    def asked(*parts: dict[str, Any]) -> list[Message]:
+        return [user("hi"), call, Message("tool", parts, tool_call_id="1", name="look")]
+
+    text = [{"type": "text", "text": "the "}, {"type": "text", "text": "box"}]
+    assert "the box" in model.start(asked(*text), TOOLS).rendered()
+    with pytest.raises(ContentError, match="content of type 'image_url', and the model reads text only"):
+        model.start(asked(text[0], {"type": "image_url", "image_url": {"url": "x"}}), TOOLS)

@@ -116,6 +116,13 @@ def test_groups_without_signal_stop_the_run_by_name(tiny_model: Path, tmp_path: 
         springtide.train(config)
 
 
+def test_an_image_for_a_text_model_is_an_environment_error_and_no_reward(tiny_model: Path) -> None:
+    suite = f"{Path(__file__).parent / 'letters.py'}:Pictures"
+    figures = springtide.evaluate(tiny_model, suite, tasks=4, max_new_tokens=4).suites["pictures"]
+    assert (figures.episodes, figures.env_errors) == (0, 4)
+    assert "content of type 'image_url', and the model reads text only" in figures.first_error
+
+
 def test_environment_errors_are_counted_and_never_a_reward(tiny_model: Path, tmp_path: Path) -> None:
     config = run_config(tiny_model, tmp_path, suite="Flaky", rollout={"group": {"n": 4, "retries": 6}})
     summary = springtide.train(config)

@@ -7,7 +7,7 @@ tokens), `template` (Jinja as transformers runs it), `tools` (call formats), `dr
 from springtide.chat.conversation import Conversation
 from springtide.chat.drift import Drift, measure_drift, undecodable
 from springtide.chat.model import Chat, check_vocab, load_chat
-from springtide.chat.template import ChatError, ChatTemplate
+from springtide.chat.template import ChatError, ChatTemplate, ContentError
 from springtide.chat.tools import FORMATS, ParsedReply, ToolFormat
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Chat",
     "ChatError",
     "ChatTemplate",
+    "ContentError",
     "Conversation",
     "Drift",
     "ParsedReply",

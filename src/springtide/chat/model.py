@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,16 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from springtide.chat.conversation import Conversation
-from springtide.chat.template import ChatError, ChatTemplate, ToolSchema, View, find_template, read_json, special_tokens
+from springtide.chat.template import (
+    ChatError,
+    ChatTemplate,
+    ContentError,
+    ToolSchema,
+    View,
+    find_template,
+    read_json,
+    special_tokens,
+)
 from springtide.chat.tools import FORMATS, NoCalls, ToolFormat, describe_tools, detect_format
 from springtide.trace import Message, ToolCall
 
@@ -194,6 +204,8 @@ class Chat:
         """One message as the template sees it. raw: the sampled text, for a reply whose calls could not be read."""
         if raw is not None:
             return {"role": message.role, "content": raw}
+        if not isinstance(message.content, str):
+            message = replace(message, content=_only_text(message.content))
         if self.format.in_text:
             return self._text_view(message)
         view = message.to_openai()
@@ -331,6 +343,13 @@ def check_vocab(chat: Chat, config_vocab_size: int) -> None:
             f"tokenizer and model disagree: the tokenizer has ids up to {highest}, the model's vocab_size is "
             f"{config_vocab_size}: use the tokenizer the model was trained with, or resize its embeddings"
         )
+
+
+def _only_text(parts: Sequence[dict[str, Any]]) -> str:
+    """Content parts as one text. Templates would refuse them, or pass over what is no text without a word."""
+    if other := next((part.get("type") for part in parts if part.get("type") != "text"), None):
+        raise ContentError(f"the environment gave content of type {other!r:.60}, and the model reads text only")
+    return "".join(part.get("text", "") for part in parts)
 
 
 def _with_thinking(message: Message) -> str:

@@ -27,6 +27,10 @@ class ChatError(Exception):
     """A model directory, template or conversation that cannot be used. One line, with the remedy."""
 
 
+class ContentError(ChatError):
+    """A message with content that the model cannot read: an image, say."""
+
+
 class ChatTemplate:
     """The templates of one model directory: usually one, or `default` and `tool_use`."""
 

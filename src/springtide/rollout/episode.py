@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from springtide.chat import Chat
+from springtide.chat import Chat, ChatError, ContentError
 from springtide.config import Config
 from springtide.engine.protocol import EVALUATION, Engine, EngineError, Generation, Sampling
 from springtide.env.session import EnvClient, EnvironmentUnavailable, FinishReason, Session
@@ -147,7 +147,10 @@ async def play(spec: EpisodeSpec, env: EnvClient, engine: Engine, chat: Chat) ->
 
 
 async def _play(spec: EpisodeSpec, session: Session, engine: Engine, chat: Chat) -> Trajectory:
-    conversation = chat.start(session.messages, session.tools)
+    try:
+        conversation = chat.start(session.messages, session.tools)
+    except ContentError as error:  # what else a template refuses, it refuses for every task: that ends the run
+        raise EnvironmentUnavailable("setup", str(error)) from error
     messages: list[Message] = list(session.messages)
     turns: list[Turn] = []
     coin = random.Random(spec.seed)
@@ -213,7 +216,10 @@ async def _play(spec: EpisodeSpec, session: Session, engine: Engine, chat: Chat)
         if observation.ended:
             reason = "done"
             break
-        conversation.observe(observation.messages)
+        try:
+            conversation.observe(observation.messages)
+        except ChatError as error:  # an image for a text model, a role that its template lacks
+            raise EnvironmentUnavailable("tool", str(error)) from error
     outcome = await session.finish(reason)
     return Trajectory(
         task=spec.task,
