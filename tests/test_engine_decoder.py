@@ -74,6 +74,7 @@ def test_sharded_and_bfloat16_checkpoints_are_read(tmp_path) -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, "known: Gemma3ForCausalLM, LlamaForCausalLM, Qwen2ForCausalLM"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type yarn is unknown"),
         ({"use_sliding_window": True, "layer_types": ["chunked_attention"] * 3}, "layer type chunked_attention"),
+        ({"use_sliding_window": True, "layer_types": ["full_attention"]}, "3 layers, but 1 layer_types"),
         ({"hidden_act": "gelu"}, "activation gelu is unknown"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ],
@@ -83,6 +84,20 @@ def test_what_it_cannot_run_is_one_clear_line(change: dict, says: str) -> None:
     with pytest.raises(UnsupportedModel, match=says) as error:
         DecoderConfig.parse(data)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("window", [{}, {"sliding_window": None}, {"sliding_window": 9}])
+def test_a_window_that_is_null_or_absent_means_what_it_means_to_transformers(window: dict) -> None:
+    from transformers import Qwen2Config
+
+    given = {"use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 3, **window}
+    theirs = Qwen2Config(hidden_size=64, num_attention_heads=4, **given)
+    ours = DecoderConfig.parse(
+        {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 9, "hidden_size": 64, "intermediate_size": 8}
+        | {"num_attention_heads": 4, **given}
+    )
+    seen = [theirs.sliding_window if kind == "sliding_attention" else 0 for kind in theirs.layer_types]
+    assert list(ours.windows) == seen
 
 
 def test_a_missing_or_misshapen_weight_is_named() -> None:

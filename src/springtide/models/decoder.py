@@ -117,6 +117,8 @@ class DecoderConfig:
         if name not in ARCHITECTURES:
             raise UnsupportedModel(f"{where}: architecture {name} is unknown; known: {', '.join(ARCHITECTURES)}")
         gemma = name == "Gemma3ForCausalLM"
+        if not gemma and data.get("sliding_window", 0) is None:  # no window; an absent key means the default one
+            data = {**data, "sliding_window": 0}
         data = (_GEMMA if gemma else {}) | {key: value for key, value in data.items() if value is not None}
         activation = data.get("hidden_activation" if gemma else "hidden_act", "silu")
         if activation not in ACTIVATIONS:
@@ -174,6 +176,8 @@ def _windows(data: Mapping[str, Any], name: str, where: str) -> tuple[int, ...]:
     else:
         first = data.get("max_window_layers", 28)
         kinds = kinds or ["sliding_attention" if i >= first else "full_attention" for i in layers]
+    if len(kinds) != len(layers):
+        raise UnsupportedModel(f"{where}: {len(layers)} layers, but {len(kinds)} layer_types")
     if odd := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
         raise UnsupportedModel(f"{where}: layer type {odd[0]} is unknown; known: sliding_attention, full_attention")
     return tuple(data.get("sliding_window", 4096) if kind == "sliding_attention" else 0 for kind in kinds)
