@@ -464,6 +464,7 @@ class EngineCore:
         self.cache.finish(admission.record, known, len(known) - 1, pending=True)
         self._vacate(turn)
         if broken:
+            self.cache.pool.clear = self.kernels.clear_blocks
             self.counts["aborted"] += 0 if request.forced is not None else len(ids)
             request.done(
                 EngineError(f"version {turn.version} gives scores that are not finite (session {request.session})")

@@ -46,6 +46,8 @@ class PagedKernels(Kernels, Protocol):
 
     def copy_block(self, source: int, target: int) -> None: ...
 
+    def clear_blocks(self, blocks: list[int]) -> None: ...
+
     def sample(
         self, logits: Tensor, inverse_temperature: np.ndarray, uniform: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -122,6 +124,10 @@ class TorchPaged(TorchKernels):
     def copy_block(self, source: int, target: int) -> None:
         self._k[:, target] = self._k[:, source]
         self._v[:, target] = self._v[:, source]
+
+    def clear_blocks(self, blocks: list[int]) -> None:
+        self._k[:, blocks] = 0
+        self._v[:, blocks] = 0
 
     def sample(
         self, logits: Tensor, inverse_temperature: np.ndarray, uniform: np.ndarray

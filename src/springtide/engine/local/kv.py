@@ -63,6 +63,9 @@ class BlockPool:
         self.refs = np.zeros(blocks, np.int32)
         self.idle_refs = np.zeros(blocks, np.int32)
         self._free = list(range(blocks - 1, -1, -1))
+        # For blocks that are taken, once KV that is not finite was seen: what a mask hides is multiplied with 0, and
+        # 0 times a NaN that another sequence left behind is NaN.
+        self.clear: Callable[[list[int]], None] | None = None
 
     @property
     def free(self) -> int:
@@ -77,6 +80,8 @@ class BlockPool:
             raise AssertionError(f"{count} blocks asked of {len(self._free)} free ones; callers make room first")
         taken = self._free[len(self._free) - count :]
         del self._free[len(self._free) - count :]
+        if self.clear is not None:
+            self.clear(taken)
         self.refs[taken] = 1
         return taken[::-1]
 

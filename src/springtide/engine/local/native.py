@@ -178,6 +178,10 @@ class NativePaged:
         self._k[:, target] = self._k[:, source]
         self._v[:, target] = self._v[:, source]
 
+    def clear_blocks(self, blocks: list[int]) -> None:
+        self._k[:, blocks] = 0
+        self._v[:, blocks] = 0
+
     def sample(
         self, logits: Tensor, inverse_temperature: np.ndarray, uniform: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
