@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import springtide
 from springtide.cli.main import app
-from springtide.config import Algorithm, Lora
+from springtide.config import Algorithm, ConfigError, Lora
 from springtide.models.presets import ModelNotFound
 from springtide.trainer.checkpoint import CheckpointError
 from springtide.trainer.data import load_step, read_logprobs
@@ -254,7 +254,13 @@ def test_an_exported_merged_model_is_the_policy_wherever_the_base_lies_now(tmp_p
     assert runner.invoke(app, ["export", saved, str(tmp_path / "merged")]).exit_code == 0
     merged = load_policy(tmp_path / "merged")
     assert_same(merged, policy_of(rank))
+    (tmp_path / "file").touch()
+    result = runner.invoke(app, ["export", saved, str(tmp_path / "file" / "merged")])
+    assert isinstance(result.exception, ConfigError) and str(result.exception).startswith("cannot write")
     moved = shutil.move(model, tmp_path / "moved")
+    result = runner.invoke(app, ["export", saved, str(tmp_path / "none")])
+    assert isinstance(result.exception, ConfigError) and "--base says where" in str(result.exception)
+    assert not (tmp_path / "none").exists()
     assert runner.invoke(app, ["export", saved, str(tmp_path / "again"), "--base", str(moved)]).exit_code == 0
     assert_same(load_policy(tmp_path / "again"), merged)
     whole = str(make_rank(Path(moved), tmp_path, lora={"rank": 0}).save(str(tmp_path / "whole"))["path"])

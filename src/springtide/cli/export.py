@@ -18,6 +18,8 @@ def command(
     base: Annotated[str | None, typer.Option(help="of LoRA: where the base model lies now, if it was moved")] = None,
 ) -> None:
     """Write a checkpoint's model as a directory that transformers (and vLLM) loads. What LoRA trained is merged."""
+    from safetensors import SafetensorError
+
     from springtide.models.presets import resolve_model
     from springtide.rundir import RunDirectory
     from springtide.trainer.checkpoint import ADAPTER, EXTRA, MANIFEST, OPTIMIZER, STATE, new_directory, verify
@@ -33,18 +35,22 @@ def command(
     lora = (checkpoint / ADAPTER).exists()
     if not lora and (adapter or base):
         raise ConfigError(f"{checkpoint} holds whole weights; --adapter and --base are for runs with trainer.lora.rank")
-    if lora and not adapter:
-        from springtide.trainer.rank import export_merged
-
-        export_merged(checkpoint, target, resolve_model(base, key="--base") if base else None)
-        print(f"{checkpoint} -> {target}")
-        return
     ours = {MANIFEST, OPTIMIZER, STATE, EXTRA}
     try:
+        if lora and not adapter:
+            from springtide.trainer.model import ModelError
+            from springtide.trainer.rank import export_merged
+
+            try:
+                export_merged(checkpoint, target, resolve_model(base, key="--base") if base else None)
+            except ModelError as error:
+                raise ConfigError(f"the base model cannot be read: {error}; --base says where it lies now") from None
+            print(f"{checkpoint} -> {target}")
+            return
         with new_directory(target) as scratch:
             for file in checkpoint.iterdir():
                 if file.name not in ours:
                     shutil.copyfile(file, scratch / file.name)
-    except OSError as error:
-        raise ConfigError(f"cannot write {target}: {error.strerror or error}") from None
+    except (OSError, SafetensorError) as error:  # the second is how safetensors says that a disk is full
+        raise ConfigError(f"cannot write {target}: {error}") from None
     print(f"{checkpoint} -> {target}")
