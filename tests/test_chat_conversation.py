@@ -353,3 +353,5 @@ def test_text_parts_are_their_text_and_other_parts_are_refused_by_their_type(for
     assert "the box" in model.start(asked(*text), TOOLS).rendered()
     with pytest.raises(ContentError, match="content of type 'image_url', and the model reads text only"):
         model.start(asked(text[0], {"type": "image_url", "image_url": {"url": "x"}}), TOOLS)
+    with pytest.raises(ContentError, match="content of type None"):
+        model.start(asked({"image": "x"}), TOOLS)

@@ -347,8 +347,8 @@ def check_vocab(chat: Chat, config_vocab_size: int) -> None:
 
 def _only_text(parts: Sequence[dict[str, Any]]) -> str:
     """Content parts as one text. Templates would refuse them, or pass over what is no text without a word."""
-    if other := next((part.get("type") for part in parts if part.get("type") != "text"), None):
-        raise ContentError(f"the environment gave content of type {other!r:.60}, and the model reads text only")
+    if other := [part.get("type") for part in parts if part.get("type") != "text"]:
+        raise ContentError(f"the environment gave content of type {other[0]!r:.60}, and the model reads text only")
     return "".join(part.get("text", "") for part in parts)
 
 
