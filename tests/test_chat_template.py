@@ -175,15 +175,13 @@ def test_a_template_cannot_leave_the_sandbox(text: str) -> None:
 def test_the_template_of_the_documentation_works(tmp_path: Path) -> None:
     text = (Path(__file__).resolve().parent.parent / "docs" / "models.md").read_text("utf-8")
     (template,) = re.findall(r"```jinja\n(.*?)```", text, re.DOTALL)
-    write_model(tmp_path, template)
+    write_model(tmp_path, template, eos_token="<|im_end|>")
     plain = load_chat(tmp_path, "plain")
     conversation = plain.start([user("hi")], TOOLS)
     call = Message("assistant", "", (ToolCall("c", "look", '{"a": "x"}'),))
     conversation.assistant(conversation.render_gold(call), "stop")
     assert conversation.observe([Message("tool", "dark", name="look")])
-    end = (
-        'Action: look({"a": "x"})<|im_end|>\n<|im_start|>user\nResult of look: dark<|im_end|>\n<|im_start|>assistant\n'
-    )
+    end = 'assistant:\nAction: look({"a": "x"})<|im_end|>\n\nuser:\nResult of look: dark\n\nassistant:\n'
     assert plain.decode(conversation.ids).endswith(end)
 
 

@@ -197,7 +197,9 @@ def _another(key: str, field: Any) -> Any:
         return default + 1
     if isinstance(default, float):
         return default / 2 + 0.13 if key != "algorithm.dual_clip" else 2.5
-    return [0.5, 0.6] if isinstance(default, tuple) else "other"
+    if isinstance(default, tuple):
+        return ["other"] if isinstance(default[0], str) else [0.5, 0.6]
+    return "other"
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
