@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -80,6 +81,23 @@ def descendants(pid: int) -> set[int]:
         except OSError:
             continue
     return found
+
+
+def command(pid: int) -> list[str]:
+    """What it was started with; empty if it is gone, or not there yet."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    except OSError:
+        return []
+
+
+async def new_child(known: set[int]) -> int:
+    """The process of a rank of this process that is not among `known`, as soon as there is one."""
+    while True:
+        for pid in descendants(os.getpid()) - known:
+            if "springtide.process" in command(pid):
+                return pid
+        await asyncio.sleep(0.001)
 
 
 def alive(pids: set[int]) -> set[int]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.run_support import new_child
 
 from springtide.env import EnvironmentUnavailable, InProcessClient, Message
 from springtide.env.local import LocalClient, LocalRunner
@@ -225,6 +226,19 @@ def test_a_missing_suite_stops_the_start_with_one_clear_reason(tmp_path: Path) -
         with pytest.raises(ProcessFailed, match=r"no suite 'chess'; there are .*db"):
             async with LocalRunner(["chess"], 2, tmp_path):
                 pass
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_is_stopped_in_its_first_start_is_started_once_more(tmp_path: Path) -> None:
+    async def stop() -> None:
+        os.kill(await new_child(set()), signal.SIGSTOP)
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(stop())
+            async with asyncio.timeout(30), LocalRunner(ALL, 1, tmp_path, silent_s=0.5) as runner:
+                assert len(runner.pids) == 1
 
     asyncio.run(main())
 

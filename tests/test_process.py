@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.run_support import command, descendants, wait_for
 
 from springtide.process import ProcessFailed, scratch_directory, start_process
 
@@ -150,10 +151,9 @@ def test_a_scratch_directory_goes_with_its_process_however_that_ends(
 def test_a_scratch_directory_leaves_no_process_and_no_file_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
     with scratch_directory() as path:
-        (sweeper,) = [
-            int(p.name)
-            for p in Path("/proc").glob("[0-9]*")
-            if str(path).encode() in (p / "cmdline").read_bytes().split(b"\0")
-        ]
-    assert _gone(sweeper)
+        sweepers = wait_for(  # a process that is just being started has no name yet
+            "the sweeper", lambda: [p for p in descendants(os.getpid()) if str(path) in command(p)], within_s=5
+        )
+        assert len(sweepers) == 1
+    assert _gone(sweepers[0])
     assert len(os.listdir("/proc/self/fd")) == before

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 from pathlib import Path
 
 import pytest
-from tests.run_support import descendants
+from tests.run_support import new_child
 
 from springtide.config import ConfigError, make_config
 from springtide.process import ProcessFailed
@@ -83,7 +82,7 @@ def test_a_rank_that_is_killed_while_it_starts_again_is_started_once_more(tmp_pa
         async with keep_alive([rank]):
             known: set[int] = set()
             for kill in range(3):
-                pid = await _new_child(known)
+                pid = await new_child(known)
                 if kill == 0:
                     await rank.call("pid", deadline_s=5)  # up; the next two are killed before they listen
                 os.kill(pid, signal.SIGKILL)
@@ -96,14 +95,23 @@ def test_a_rank_that_is_killed_while_it_starts_again_is_started_once_more(tmp_pa
     asyncio.run(run())
 
 
-async def _new_child(known: set[int]) -> int:
-    """The process of a rank that is not among `known`, as soon as there is one."""
-    while True:
-        for pid in descendants(os.getpid()) - known:
-            with contextlib.suppress(OSError):
-                if b"springtide.process" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                    return pid
-        await asyncio.sleep(0.001)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_struck_in_its_first_start_is_started_once_more(tmp_path: Path, how: signal.Signals) -> None:
+    """One that was stopped before it listened was waited for until its deadline to start, which ended the run."""
+
+    async def run() -> None:
+        rank = _rank(tmp_path, "engine-0", restart=True)
+
+        async def strike() -> None:
+            os.kill(await new_child(set()), how)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(strike())
+            async with asyncio.timeout(30), keep_alive([rank]):
+                assert rank.restarts == 1
+                await rank.call("pid", deadline_s=5)
+
+    asyncio.run(run())
 
 
 def test_a_stopped_rank_that_may_not_be_restarted_ends_the_run_by_name(tmp_path: Path) -> None:

@@ -44,7 +44,14 @@ _COMPUTING = 0.1  # of a look, counted where a thread computes or waits for a di
 
 
 class ProcessFailed(Exception):
-    """A child did not start, or ended by itself. The text holds its exit status and the end of its log."""
+    """A child did not start, or ended by itself. The text holds its exit status and the end of its log.
+
+    killed: it got SIGKILL (from us for its silence, from the kernel for its memory), which says nothing of the program.
+    """
+
+    def __init__(self, text: str, *, killed: bool = False) -> None:
+        super().__init__(text)
+        self.killed = killed
 
 
 @contextlib.contextmanager
@@ -96,13 +103,12 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 class Process:
-    """A running child: `client` calls it, `exited` is set when it ends, `pid` is its process id."""
+    """A running child: `client` calls it once it listens, `exited` is set when it ends, `pid` is its process id."""
 
-    def __init__(
-        self, name: str, process: asyncio.subprocess.Process, client: Client, log_path: Path, line: socket.socket
-    ) -> None:
-        self.name, self._process, self.client, self.log_path = name, process, client, log_path
-        self._line = line
+    client: Client
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log_path: Path, line: socket.socket) -> None:
+        self.name, self._process, self.log_path, self._line = name, process, log_path, line
         self._answered = time.monotonic()
         self._killed_after: float | None = None  # seconds of silence
         self.exited = asyncio.Event()
@@ -149,9 +155,11 @@ class Process:
             return f"{self.name} answered nothing for {self._killed_after:g} s and was killed"
         return f"{self.name} ended with status {self.returncode}"
 
-    def failure(self) -> ProcessFailed:
+    def failure(self, when: str = "") -> ProcessFailed:
         """The error to raise when the child ended by itself."""
-        return ProcessFailed(f"{self.ending()}; {_tail(self.log_path)}")
+        return ProcessFailed(
+            f"{self.ending()}{when}; {_tail(self.log_path)}", killed=self.returncode == -signal.SIGKILL
+        )
 
 
 @contextlib.asynccontextmanager
@@ -169,7 +177,7 @@ async def start_process(
 
     The function is `async def main(socket_path: str, args: dict)`: it serves `socket_path` with `wire.serve` and
     returns or is cancelled to end. `args` must be JSON. `socket_path` (default: a fresh one) lets a restarted child be
-    found where its predecessor was. `silent_s`: once it listens, it is killed when it answers no ping for this long.
+    found where its predecessor was. `silent_s`: once it answers no ping for this long, also as it starts, it is killed.
     Raises: ProcessFailed if it does not listen in `deadline_s`.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,25 +201,23 @@ async def start_process(
                 # One thread a process: threads that spin for each other are far slower on shared cores.
                 env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             )
-        process: Process | None = None
+        process = Process(name, child, log_path, line)
+        pings = asyncio.create_task(process.kill_if_silent(silent_s)) if silent_s is not None else None
+        client: Client | None = None
         watcher: asyncio.Task[None] | None = None
-        pings: asyncio.Task[None] | None = None
         try:
             assert child.stdin is not None
             child.stdin.write(json.dumps({"name": name, "entry": entry, "socket": socket_path, "args": args}).encode())
             with contextlib.suppress(ConnectionError):
                 await child.stdin.drain()
             child.stdin.close()
-            client = await _connect(child, socket_path, name, log_path, deadline_s)
-            process = Process(name, child, client, log_path, line)
+            process.client = client = await _connect(process, child, socket_path, deadline_s)
 
-            async def watch(running: Process) -> None:
+            async def watch() -> None:
                 await child.wait()
-                running.exited.set()
+                process.exited.set()
 
-            watcher = asyncio.create_task(watch(process))
-            if silent_s is not None:
-                pings = asyncio.create_task(process.kill_if_silent(silent_s))
+            watcher = asyncio.create_task(watch())
             yield process
         finally:
             if pings is not None:
@@ -219,27 +225,25 @@ async def start_process(
                 with contextlib.suppress(asyncio.CancelledError):
                     await pings
             await _end(child)
-            if process is not None:
-                await process.client.close()
+            if client is not None:
+                await client.close()
             if watcher is not None:
                 await watcher
 
 
-async def _connect(
-    child: asyncio.subprocess.Process, socket_path: str, name: str, log_path: Path, deadline_s: float
-) -> Client:
+async def _connect(process: Process, child: asyncio.subprocess.Process, socket_path: str, deadline_s: float) -> Client:
     async def ended() -> None:
         await child.wait()
 
     waiter = asyncio.create_task(ended())
-    opener = asyncio.create_task(Client.open(socket_path, name=name, deadline_s=deadline_s))
+    opener = asyncio.create_task(Client.open(socket_path, name=process.name, deadline_s=deadline_s))
     try:
         await asyncio.wait({waiter, opener}, return_when=asyncio.FIRST_COMPLETED)
         if opener.done() and not opener.exception():
             return opener.result()
         if waiter.done():
-            raise ProcessFailed(f"{name} ended with status {child.returncode} while starting; {_tail(log_path)}")
-        raise ProcessFailed(f"{opener.exception()}; {_tail(log_path)}")
+            raise process.failure(" while starting")
+        raise ProcessFailed(f"{opener.exception()}; {_tail(process.log_path)}")
     finally:
         for task in (waiter, opener):
             if not task.done():

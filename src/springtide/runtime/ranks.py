@@ -57,8 +57,8 @@ class Rank:
         while True:
             try:
                 failure = await self._live()
-            except ProcessFailed as error:  # it did not even start: of no use, unless it was killed in a later start
-                if not deaths:
+            except ProcessFailed as error:  # of no use if it never started, unless it was killed
+                if not deaths and not error.killed:
                     raise
                 failure = error
             deaths.append(time.monotonic())
