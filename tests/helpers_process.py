@@ -16,6 +16,8 @@ async def echo(socket_path: str, args: dict[str, Any]) -> None:
     async def handle(peer: Any, method: str, payload: dict[str, Any]) -> Any:
         if method == "pid":
             return os.getpid()
+        if method == "prefix":  # whose virtual environment
+            return sys.prefix
         if method == "spawn":  # a grandchild that would outlive us if nobody cared
             return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
         if method == "block":  # the event loop

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import textwrap
 import time
 from pathlib import Path
@@ -66,6 +67,23 @@ def test_a_child_that_cannot_be_made_leaves_no_file_open(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
     asyncio.run(run())
+
+
+def test_a_child_runs_in_the_interpreter_it_is_given(tmp_path: Path) -> None:
+    """Programs whose dependencies differ have virtual environments of their own."""
+    ours = sysconfig.get_path("purelib")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    (other,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (other / "ours.pth").write_text(f"{ours}\nimport site; site.addsitedir({ours!r})\n")
+    python = str(tmp_path / "venv" / "bin" / "python")
+
+    async def run(python: str) -> str:
+        async with start_process("vllm", f"{HELPERS}:echo", {}, log_path=tmp_path / "log", python=python) as child:
+            return await child.client.call("prefix", deadline_s=5)
+
+    assert asyncio.run(run(python)) == str(tmp_path / "venv") != sys.prefix
+    with pytest.raises(ProcessFailed, match=r"^vllm: there is no interpreter .*gone/bin/python; make its virtual"):
+        asyncio.run(run(str(tmp_path / "gone" / "bin" / "python")))
 
 
 def test_a_watched_child_is_killed_when_it_is_stopped_and_not_when_it_is_busy(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,7 @@ from springtide.wire import (
     RemoteError,
     WireError,
     pack,
+    path_of,
     record,
     serve,
     unpack,
@@ -139,3 +143,83 @@ def test_a_server_that_never_comes_is_named_with_the_time_waited(tmp_path: Path)
 
     with pytest.raises(DeadlineExceeded, match=r"engine did not listen on .*none within 0\.1 s"):
         asyncio.run(run())
+
+
+def _tcp(file: Path, ports: str = "0-0") -> str:
+    return f"tcp://127.0.0.1:{ports}{file}"
+
+
+def test_a_server_over_tcp_is_found_by_its_file_and_again_when_it_moved(tmp_path: Path) -> None:
+    file = tmp_path / "engine-0"
+    assert path_of(_tcp(file)) == str(file) and path_of(str(file)) == str(file)
+
+    async def run() -> None:
+        ports = []
+        for _ in range(2):
+            async with serve(_tcp(file), _handler):
+                assert stat.S_IMODE(os.stat(file).st_mode) == 0o600, "who may read it may call"
+                ports.append(json.loads(file.read_text())["port"])
+                async with Client.connect(str(file), name="server", deadline_s=5) as client:
+                    assert await client.call("echo", deadline_s=5, value=np.arange(3)) is not None
+                    peer = client._writer.get_extra_info("peername")
+                    assert peer == ("127.0.0.1", ports[-1])
+            # its file stays; who comes while nobody listens waits for the next
+            with pytest.raises(DeadlineExceeded, match=r"server did not listen on .*engine-0 within 0.1 s"):
+                await Client.open(str(file), name="server", deadline_s=0.1)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stranger", ["client", "server"])
+def test_neither_side_of_a_tcp_connection_talks_to_one_that_does_not_know_the_key(
+    tmp_path: Path, stranger: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A port may be another program's by now: it learns nothing, and nothing of what it says is decoded."""
+    file, calls = tmp_path / "engine-0", []
+
+    async def handler(peer: Any, method: str, payload: dict[str, Any]) -> None:
+        calls.append(method)
+
+    async def run() -> None:
+        async with serve(_tcp(file), handler):
+            place = json.loads(file.read_text())
+            if stranger == "client":
+                file.write_text(json.dumps({**place, "key": "00" * 32}))
+                with pytest.raises(DeadlineExceeded, match=r"does not know the key|left before it proved"):
+                    await Client.open(str(file), name="server", deadline_s=0.2)
+                reader, writer = await asyncio.open_connection(place["host"], place["port"])
+                writer.write(pack((0, 1, "echo", {})) * 100)
+                received = await reader.read()
+                assert place["key"] not in received.hex() and len(received) <= 64
+                writer.close()
+            else:
+                heard: list[bytes] = []
+
+                async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                    writer.write(os.urandom(64))
+                    heard.append(await reader.read())
+                    writer.close()
+
+                async with await asyncio.start_server(impostor, "127.0.0.1", 0) as other:
+                    file.write_text(json.dumps({**place, "port": other.sockets[0].getsockname()[1]}))
+                    with pytest.raises(DeadlineExceeded, match="does not know the key"):
+                        await Client.open(str(file), name="server", deadline_s=0.2)
+                    assert heard and all(place["key"] not in h.hex() and len(h) <= 64 for h in heard)
+
+    asyncio.run(run())
+    assert calls == []
+    if stranger == "client":
+        assert "refused a connection from" in caplog.text
+
+
+def test_a_server_without_a_free_port_says_which_it_tried(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serve(_tcp(tmp_path / "a"), _handler):
+            taken = json.loads((tmp_path / "a").read_text())["port"]
+            with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1, no port {taken} is free"):
+                async with serve(_tcp(tmp_path / "b", f"{taken}-{taken}"), _handler):
+                    pass
+            async with serve(_tcp(tmp_path / "b", f"{taken}-{taken + 20}"), _handler):
+                assert taken < json.loads((tmp_path / "b").read_text())["port"] <= taken + 20
+
+    asyncio.run(run())

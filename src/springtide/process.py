@@ -1,4 +1,4 @@
-"""Supervised child processes: started with a clean interpreter, reached over a Unix socket, dead with their parent.
+"""Supervised child processes: started with a clean interpreter, reached over a socket, dead with their parent.
 
 Owns: a child's whole life (`start_process` is a context). Invariants: a child whose parent died, however it died,
 exits within a second, also a stopped one (a line leads from each to its parent, and ends with it; the kernel wakes
@@ -25,10 +25,11 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from springtide.wire import Client, ConnectionLost, DeadlineExceeded
+from springtide.wire import Client, ConnectionLost, DeadlineExceeded, path_of
 
 Main = Callable[[str, dict[str, Any]], Awaitable[None]]
 SILENT_S = 60.0  # a rank that answers no ping for this long is killed, and has crashed
@@ -47,11 +48,47 @@ class ProcessFailed(Exception):
     """A child did not start, or ended by itself. The text holds its exit status and the end of its log.
 
     killed: it got SIGKILL (from us for its silence, from the kernel for its memory), which says nothing of the program.
+    final: to start it again would not help.
     """
 
-    def __init__(self, text: str, *, killed: bool = False) -> None:
+    def __init__(self, text: str, *, killed: bool = False, final: bool = False) -> None:
         super().__init__(text)
-        self.killed = killed
+        self.killed, self.final = killed, final
+
+
+class Supervised(Protocol):
+    """A program that runs under supervision somewhere: here as a `Process`, or on a node of a cluster."""
+
+    name: str
+    client: Client
+    exited: asyncio.Event
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def silence_s(self) -> float: ...
+
+    def kill(self) -> None: ...
+
+    def failure(self, when: str = "") -> ProcessFailed: ...
+
+
+class Launcher(Protocol):
+    """Starts a program; `start_process` says what each argument means, and is the launcher of this machine."""
+
+    def __call__(
+        self,
+        name: str,
+        entry: str,
+        args: dict[str, Any],
+        *,
+        log_path: Path,
+        socket_path: str | None = None,
+        deadline_s: float = 120.0,
+        silent_s: float | None = None,
+        python: str | None = None,
+    ) -> AbstractAsyncContextManager[Supervised]: ...
 
 
 @contextlib.contextmanager
@@ -172,24 +209,28 @@ async def start_process(
     socket_path: str | None = None,
     deadline_s: float = 120.0,
     silent_s: float | None = None,
+    python: str | None = None,
 ) -> AsyncIterator[Process]:
     """Run `entry` ("package.module:function") in a child and connect to it.
 
     The function is `async def main(socket_path: str, args: dict)`: it serves `socket_path` with `wire.serve` and
     returns or is cancelled to end. `args` must be JSON. `socket_path` (default: a fresh one) lets a restarted child be
     found where its predecessor was. `silent_s`: once it answers no ping for this long, also as it starts, it is killed.
-    Raises: ProcessFailed if it does not listen in `deadline_s`.
+    `python`: the interpreter of a virtual environment that holds what `entry` needs, if not ours.
+    Raises: ProcessFailed if it does not listen in `deadline_s`, or `python` is not there.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
         log_file = held.enter_context(open(log_path, "ab"))
         socket_path = socket_path or f"{held.enter_context(scratch_directory())}/s"
-        Path(socket_path).unlink(missing_ok=True)
+        Path(path_of(socket_path)).unlink(missing_ok=True)
+        if python is not None and shutil.which(python) is None:
+            raise ProcessFailed(f"{name}: there is no interpreter {python}; make its virtual environment", final=True)
         line, childs_end = socket.socketpair()
         held.enter_context(line).setblocking(False)
         with childs_end:
             child = await asyncio.create_subprocess_exec(
-                sys.executable,
+                python or sys.executable,
                 "-m",
                 "springtide.process",
                 str(childs_end.fileno()),
@@ -211,7 +252,7 @@ async def start_process(
             with contextlib.suppress(ConnectionError):
                 await child.stdin.drain()
             child.stdin.close()
-            process.client = client = await _connect(process, child, socket_path, deadline_s)
+            process.client = client = await _connect(process, child, path_of(socket_path), deadline_s)
 
             async def watch() -> None:
                 await child.wait()

@@ -1,8 +1,9 @@
-"""The one wire format: msgpack frames with numpy arrays and registered records, and a small RPC over Unix sockets.
+"""The one wire format: msgpack frames with numpy arrays and registered records, and a small RPC over sockets.
 
-Owns: how Python values become bytes (`pack`, `unpack`) and how two of our processes talk (`Server`, `Client`).
+Owns: how Python values become bytes (`pack`, `unpack`) and how two of our processes talk (`serve`, `Client`).
 Invariants: nothing is pickled; a sequence always comes back as a tuple; every call has a deadline; a lost peer
-fails every pending call with `ConnectionLost` instead of leaving it to wait.
+fails every pending call with `ConnectionLost` instead of leaving it to wait; over TCP neither side sends or reads a
+call before both have proved that they know the server's key.
 Called by: every process of a run (environment workers, rollout workers, engines, trainer ranks, driver).
 """
 
@@ -11,12 +12,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hmac
 import itertools
+import json
 import logging
+import os
+import re
+import secrets
+import socket
+import stat
 import struct
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgpack
@@ -140,6 +149,91 @@ class Peer:
             self._writer.write(struct.pack("<I", len(data)) + data)
 
 
+# --- where a server is found ------------------------------------------------------------------------------------------
+#
+# An address is the path of a Unix socket, or "tcp://HOST:LOW-HIGH/FILE": a free port of that range (0-0: any) on HOST.
+# A client needs only a path: the socket's, or FILE, into which a TCP server writes where it listens, and a random key
+# that whoever may read FILE has. So a server that comes up elsewhere is found by the path of its predecessor.
+
+_TCP = re.compile(r"tcp://(.+):(\d+)-(\d+)(/.*)")
+_GREETING_S, _DIAL_S = 10.0, 5.0
+_KEEPALIVE_S = 20  # a peer whose machine has vanished is lost after so long
+
+
+def path_of(address: str) -> str:
+    """What clients of a server at `address` open."""
+    found = _TCP.fullmatch(address)
+    return found[4] if found else address
+
+
+async def _listen(address: str, connection: Any) -> asyncio.Server:
+    found = _TCP.fullmatch(address)
+    if found is None:
+        return await asyncio.start_unix_server(connection, address, limit=1 << 20)
+    host, low, high, file, key = found[1], int(found[2]), int(found[3]), found[4], secrets.token_bytes(32)
+
+    async def greeted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_GREETING_S):
+                await _greet(reader, writer, key, b"server", b"client")
+        except OSError as error:  # a stranger, or one that left (time-outs are OSErrors too)
+            log.warning("refused a connection from %s: %s", writer.get_extra_info("peername"), error)
+            writer.close()
+            return
+        await connection(reader, writer)
+
+    for port in range(low, high + 1):
+        try:
+            server = await asyncio.start_server(greeted, host, port, limit=1 << 20)
+            break
+        except OSError as error:
+            if port == high:
+                ports = f"port of {low}-{high}" if low != high else f"port {low}" if low else "port"
+                raise OSError(f"cannot listen on {host}, no {ports} is free: {error.strerror or error}") from error
+    place = {"host": host, "port": server.sockets[0].getsockname()[1], "key": key.hex()}
+    scratch = f"{file}.{os.getpid()}"
+    with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+        json.dump(place, out)
+    os.replace(scratch, file)
+    return server
+
+
+async def _dial(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Raises: OSError."""
+    if stat.S_ISSOCK(os.stat(path).st_mode):
+        return await asyncio.open_unix_connection(path, limit=1 << 20)
+    place = json.loads(Path(path).read_text())
+    async with asyncio.timeout(_DIAL_S):
+        reader, writer = await asyncio.open_connection(place["host"], place["port"], limit=1 << 20)
+        try:
+            await _greet(reader, writer, bytes.fromhex(place["key"]), b"client", b"server")
+        except BaseException:
+            writer.close()
+            raise
+    return reader, writer
+
+
+async def _greet(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, mine: bytes, theirs: bytes
+) -> None:
+    """Prove to the peer that we know `key`, and see that it does: neither sends it. Raises: OSError."""
+    connected: socket.socket = writer.get_extra_info("socket")
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("KEEPIDLE", 5), ("KEEPINTVL", 5), ("KEEPCNT", 3), ("USER_TIMEOUT", 1000 * _KEEPALIVE_S)):
+        if (number := getattr(socket, f"TCP_{option}", None)) is not None:
+            connected.setsockopt(socket.IPPROTO_TCP, number, value)
+    nonce = secrets.token_bytes(32)
+    try:
+        writer.write(nonce)
+        other = await reader.readexactly(32)
+        writer.write(hmac.digest(key, mine + nonce + other, "sha256"))
+        proof = await reader.readexactly(32)
+    except asyncio.IncompleteReadError:
+        raise ConnectionError("it left before it proved that it knows the key") from None
+    if not hmac.compare_digest(proof, hmac.digest(key, theirs + other + nonce, "sha256")):
+        raise ConnectionError("it does not know the key")
+
+
 @contextlib.asynccontextmanager
 async def serve(
     path: str,
@@ -147,7 +241,7 @@ async def serve(
     *,
     on_disconnect: Callable[[Peer], None] | None = None,
 ) -> AsyncIterator[None]:
-    """Serve calls on the Unix socket `path` until the block ends. Calls of one peer run concurrently.
+    """Serve calls at the address `path` until the block ends. Calls of one peer run concurrently.
 
     `handler(peer, method, payload)` returns the reply or raises; what it raises reaches the caller as RemoteError.
     When a peer goes away its running handlers are cancelled and `on_disconnect` is called.
@@ -179,7 +273,7 @@ async def serve(
             if on_disconnect:
                 on_disconnect(peer)
 
-    server = await asyncio.start_unix_server(connection, path, limit=1 << 20)
+    server = await _listen(path, connection)
     try:
         yield
     finally:
@@ -198,11 +292,14 @@ class Client:
 
     @classmethod
     async def open(cls, path: str, *, name: str, deadline_s: float) -> Client:
-        """Connect, trying again until `deadline_s` seconds have passed (the server may still be starting)."""
+        """Connect, trying again until `deadline_s` seconds have passed (the server may still be starting).
+
+        path: `path_of` the server's address; read anew at each attempt, as the server may have moved.
+        """
         until = time.monotonic() + deadline_s
         while True:
             try:
-                reader, writer = await asyncio.open_unix_connection(path, limit=1 << 20)
+                reader, writer = await _dial(path)
                 return cls(reader, writer, name)
             except OSError as error:
                 if time.monotonic() > until:

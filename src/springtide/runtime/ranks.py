@@ -1,10 +1,11 @@
 """A rank: one program of a run in a process of its own, called over the wire, restarted when it dies.
 
-Owns: the life of one supervised process and how often it may be restarted. Invariants: a call to a rank that is down
-fails at once with `ConnectionLost`; a rank that is up but answers nothing is killed, and has died like any other; every
-restart is said; a rank that keeps dying ends the run with the end of its log; every wait for a rank to come up has a
-deadline that says what it waits for.
-Called by: `runtime.local`. A Ray runtime will offer the same methods.
+Owns: the life of one supervised process, how often it may be restarted, and which role it holds. Invariants: a call to
+a rank that is down fails at once with `ConnectionLost`; a rank that is up but answers nothing, or cannot be reached any
+more, is killed, and has died like any other; every restart is said; a rank that keeps dying ends the run with the end
+of its log; every wait for a rank to come up has a deadline that says what it waits for; a role's program has ended,
+and its memory is free, before that of the next role starts.
+Called by: `runtime.local`. Where the process lives is its launcher's affair (`runtime.launch`).
 """
 
 from __future__ import annotations
@@ -14,26 +15,47 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from springtide.process import Process, ProcessFailed, start_process, task_group
+from springtide.process import Launcher, ProcessFailed, Supervised, start_process, task_group
 from springtide.wire import ConnectionLost, DeadlineExceeded
 
 log = logging.getLogger(__name__)
 
+Role = Literal["rollout", "reference", "trainer"]
+
 _EXPLAIN_S = 1.0
+_NOTICED_S = 0.05  # until a broken connection is noticed by whoever supervises
+_UNREACHED_S = 5.0  # a process whose connection broke gets this long to be seen dead; then it is unreachable
 _RESTARTS, _WINDOW_S = 5, 120.0  # more deaths than this in the window are a fault of the program, not of the machine
 
 
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a rank runs: `entry` with `args`, in the interpreter `python` if not ours.
+
+    take: the method by which it takes a published version, for one that can hold a role.
+    """
+
+    entry: str
+    args: dict[str, Any] = field(default_factory=dict)
+    python: str | None = None
+    take: str = ""
+
+
 class Rank:
-    """One supervised program. `restart = False`: its death ends the run (a trainer, whose state dies with it)."""
+    """One supervised program at a time: `entry`, or, where that is None, none until a role of `roles` is assumed.
+
+    `restart = False`: its death ends the run (a trainer, whose state dies with it).
+    """
 
     def __init__(
         self,
         name: str,
-        entry: str,
+        entry: str | None,
         args: dict[str, Any],
         *,
         log_dir: Path,
@@ -42,11 +64,18 @@ class Rank:
         restart: bool,
         silent_s: float,
         prepare: Callable[[Rank], Awaitable[None]] | None = None,
+        launch: Launcher = start_process,
+        roles: Mapping[Role, Program] | None = None,
     ) -> None:
-        self.name, self._entry, self._args = name, entry, args
+        self.name, self._launch = name, launch
         self._log_path, self.socket_path, self._start_s = log_dir / f"{name}.log", socket_path, start_s
         self._restart, self._silent_s, self._prepare = restart, silent_s, prepare
-        self.process: Process | None = None
+        self._program = Program(entry, args) if entry is not None else None
+        self._roles = roles or {}
+        self.role: Role | None = None
+        self._version: int | None = None
+        self._switch = asyncio.Event()
+        self.process: Supervised | None = None
         self.up = asyncio.Event()
         self.restarts = 0
         self.live = 0  # episodes in flight, for a rollout worker
@@ -55,12 +84,18 @@ class Rank:
         """Keep the program alive until cancelled. Raises: ProcessFailed when it may not be restarted (again)."""
         deaths: deque[float] = deque()
         while True:
+            if self._program is None:
+                await self._switch.wait()
+            self._switch.clear()
+            assert self._program is not None
             try:
-                failure = await self._live()
+                failure = await self._live(self._program)
             except ProcessFailed as error:  # of no use if it never started, unless it was killed
-                if not deaths and not error.killed:
+                if error.final or (not deaths and not error.killed):
                     raise
                 failure = error
+            if failure is None:
+                continue  # as what its new role asks for
             deaths.append(time.monotonic())
             while deaths[0] < time.monotonic() - _WINDOW_S:
                 deaths.popleft()
@@ -69,29 +104,65 @@ class Rank:
             self.restarts += 1
             log.warning("%s; it is started again (its log: %s)", str(failure).partition(";")[0], self._log_path)
 
-    async def _live(self) -> ProcessFailed:
-        """One process from start to end; how it ended. Raises: ProcessFailed if it did not start."""
-        async with start_process(
+    async def _live(self, program: Program) -> ProcessFailed | None:
+        """A process from start to end; how it ended, None for a new role. Raises: ProcessFailed if not started."""
+        async with self._launch(
             self.name,
-            self._entry,
-            self._args,
+            program.entry,
+            program.args,
             log_path=self._log_path,
             socket_path=self.socket_path,
             deadline_s=self._start_s,
             silent_s=self._silent_s,
+            python=program.python,
         ) as process:
             self.process = process
             try:
                 if self._prepare is not None:
                     await self._prepare(self)
-                self.up.set()
-                await process.exited.wait()
+                if self._version is not None:
+                    await self.call(program.take, deadline_s=self._start_s, version=self._version)
+                if not self._switch.is_set():
+                    self.up.set()
+                await _first(process.exited, process.client.lost, self._switch)
             except ConnectionLost:
-                await process.exited.wait()  # it died while it was prepared
+                pass  # it died while it was prepared
             finally:
                 self.up.clear()
                 self.process = None
+            if self._switch.is_set():
+                return None
+            try:
+                async with asyncio.timeout(_UNREACHED_S):
+                    await process.exited.wait()
+            except TimeoutError:
+                log.warning("the connection to %s broke; it is killed", self.name)
+                process.kill()
+                await process.exited.wait()
             return process.failure()
+
+    async def assume(self, role: Role, version: int | None, *, deadline_s: float) -> None:
+        """Hold `role` with the weights of `version`; None: with those that its program starts with.
+
+        The program of another role ends first. One that holds the role already only takes the version; so does, by
+        itself, one that is started again. Raises: ValueError (no such role here), DeadlineExceeded, RemoteError.
+        """
+        if role not in self._roles:
+            held = ", ".join(self._roles) or "none"
+            raise ValueError(f"{self.name} has no program for the role {role}; it has {held}")
+        self._version = version
+        if role == self.role and self.up.is_set():
+            if version is not None:
+                await self.call_again(self._roles[role].take, deadline_s=deadline_s, version=version)
+            return
+        self.role, self._program = role, self._roles[role]
+        self.up.clear()
+        self._switch.set()
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self.up.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.name} did not hold the role {role} within {deadline_s:g} s") from None
 
     async def call(self, method: str, *, deadline_s: float, **payload: Any) -> Any:
         """Call the program now. Raises: ConnectionLost (down, or died meanwhile), DeadlineExceeded, RemoteError."""
@@ -99,12 +170,24 @@ class Rank:
             raise ConnectionLost(f"{self.name} is down ({method})")
         return await self.process.client.call(method, deadline_s=deadline_s, **payload)
 
+    async def call_again(self, method: str, *, deadline_s: float, **payload: Any) -> Any:
+        """`call`, for what may be asked twice: a successor is asked again. Raises: DeadlineExceeded, RemoteError."""
+        while True:
+            try:
+                return await self.call(method, deadline_s=deadline_s, **payload)
+            except ConnectionLost:
+                await asyncio.sleep(_NOTICED_S)
+                await self.wait_up()
+
     @property
     def silence_s(self) -> float:
         """How long ago it answered last; 0 while it is down or starts."""
         return 0.0 if self.process is None else self.process.silence_s
 
     async def wait_up(self) -> None:
+        """Until its program is up; at once if it has none yet. Raises: DeadlineExceeded."""
+        if self._program is None:
+            return
         try:
             async with asyncio.timeout(self._start_s):
                 await self.up.wait()
@@ -141,5 +224,15 @@ async def keep_alive(ranks: list[Rank]) -> AsyncIterator[None]:
             # The rank whose death explains it is noticed in a moment, and says more.
             await asyncio.sleep(_EXPLAIN_S)
             raise
+        for task in tasks:
+            task.cancel()
+
+
+async def _first(*events: asyncio.Event) -> None:
+    """Until one of them is set."""
+    tasks = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
         for task in tasks:
             task.cancel()
