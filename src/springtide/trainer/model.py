@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from springtide.config import Lora
+from springtide.trainer.attention import ATTENTION
 from springtide.trainer.data import Row
 from springtide.trainer.lora import Adapter
-from springtide.trainer.packing import MicroBatch, Tree, collate
+from springtide.trainer.packing import MicroBatch, collate
 
 
 class ModelError(Exception):
@@ -153,40 +153,6 @@ class Policy:
             )
 
 
-def _tree_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    tree: Tree | None = None,
-    sliding_window: int | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention over a prefix tree's rows; without a tree, over the batch as it stands.
-
-    query: [1, heads, N, D]; key, value: [1, kv heads, N, D]. Returns [1, N, heads, D], as transformers wants it.
-    """
-    if tree is not None:
-        query, key, value = (
-            x[0].transpose(0, 1).index_select(0, tree.gather).unflatten(0, (tree.rows, -1)).transpose(1, 2)
-            for x in (query, key, value)
-        )
-    width = query.shape[2]
-    if sliding_window is not None and width > sliding_window:
-        ago = torch.arange(width, device=query.device)[:, None] - torch.arange(width, device=query.device)
-        attention_mask = ((ago >= 0) & (ago < sliding_window))[None, None]
-    out, _ = sdpa_attention_forward(
-        module, query, key, value, attention_mask, is_causal=attention_mask is None, **options
-    )
-    return (out if tree is None else out.flatten(0, 1).index_select(0, tree.scatter)[None]), None
-
-
-_ATTENTION = "springtide_tree"
-AttentionInterface.register(_ATTENTION, _tree_attention)
-
-
 def load_policy(directory: Path, device: str = "cpu") -> Policy:
     """Load a Hugging Face model directory in float32, from local files only. Raises: ModelError."""
     if not (directory / "config.json").is_file():
@@ -195,7 +161,7 @@ def load_policy(directory: Path, device: str = "cpu") -> Policy:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=torch.float32,
-            attn_implementation=_ATTENTION,
+            attn_implementation=ATTENTION,
             local_files_only=True,
             output_loading_info=True,
         )

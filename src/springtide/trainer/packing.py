@@ -3,13 +3,14 @@
 Segments are sorted as token strings and cut into micro-batches. Inside one, they form a prefix tree that is laid out
 flat: a run of tokens that several segments begin with (a system prompt, a group's task, equal first turns) is one run
 of nodes, computed once, and its gradient is the sum of theirs. Products, norms and the output head see the nodes only,
-without padding; attention alone sees one right-padded row a segment, gathered from the nodes.
+without padding; so does attention on a CPU (`attention.c`), which follows each run's path of nodes. On a GPU attention
+alone sees one right-padded row a segment, gathered from the nodes.
 
 Invariants: every segment lies in exactly one micro-batch, whole; rows * longest is at most `micro_tokens` (a longer
 segment gets a micro-batch of its own); each action token has its own log-prob; the layout depends on the ids only.
 
-Why a gather and not a mask: causal attention never looks right, so padded rows need no mask. On a CPU the same work
-under a block-diagonal mask was 9% (2 segments of 120 a row) to 27% (4 a row) slower. Sharing prefixes is exact because
+Why a gather there and not a mask: causal attention never looks right, so padded rows need no mask.
+Sharing prefixes is exact because
 a causal model's state at a token depends on the tokens up to it and on nothing else.
 """
 
@@ -26,8 +27,8 @@ from torch import Tensor
 from springtide.trace import common_start
 from springtide.trainer.data import Row
 
-# The cost of a padded attention row's token against a node's, and of one more micro-batch, in nodes. Measured on a
-# CPU with a 1.7 M model: attention and gathering are about a fifth of a token's time; 480-token batches ran 8% slow.
+# The cost of a row's token in attention against a node's in all else, and of one more micro-batch, in nodes. Measured
+# on a CPU with a 1.7 M model: attention is about a fifth of a token's time; 480-token batches ran 8% slow.
 _ATTENTION_SHARE = 0.2
 _OVERHEAD = 40
 
@@ -70,9 +71,18 @@ def _sort_key(ids: np.ndarray) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Where attention's rows stand among the nodes. gather: int64 [rows * width], the node of each row's token (0
-    beyond a row's end). scatter: int64 [N], where among them each node is first found."""
+    """Who sees whom, in two forms: as runs of new nodes and their paths, and as padded rows.
 
+    runs: int64 [R + 1, 3] on the CPU, of each row that adds nodes: the first, how many, and where its path begins in
+    `paths` (the last row ends the last path). paths: int64 [., 2] on the CPU, intervals of nodes from the root to the
+    run's own, each its first node and length. longest: the most nodes on a path.
+    gather: int64 [rows * width], the node of each row's token (0 beyond a row's end). scatter: int64 [N], where among
+    them each node is first found.
+    """
+
+    runs: Tensor
+    paths: Tensor
+    longest: int
     gather: Tensor
     scatter: Tensor
     rows: int
@@ -100,11 +110,19 @@ def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
     width = max(len(r) for r in rows)
     gather = np.zeros((len(rows), width), dtype=np.int64)
     ids, positions, scatter = [], [], []
+    runs: list[tuple[int, int, int]] = []
+    paths: list[tuple[int, int]] = []
+    path: list[tuple[int, int]] = []
     nodes = 0
     for i, r in enumerate(rows):
         known = common_start(r.ids, rows[i - 1].ids) if i else 0
         gather[i, :known] = gather[i - 1, :known]
         new = len(r) - known
+        path = _first(path, known)
+        if new:
+            path.append((nodes, new))
+            runs.append((nodes, new, len(paths)))
+            paths += path
         gather[i, known : len(r)] = np.arange(nodes, nodes + new)
         ids.append(r.ids[known:])
         positions.append(np.arange(known, len(r)))
@@ -121,9 +139,27 @@ def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
     return MicroBatch(
         ids=tensor(np.concatenate(ids)[None]),
         positions=tensor(np.concatenate(positions)[None]),
-        tree=Tree(tensor(gather.reshape(-1)), tensor(np.concatenate(scatter)), len(rows)),
+        tree=Tree(
+            runs=torch.tensor([*runs, (nodes, 0, len(paths))]),
+            paths=torch.tensor(paths),
+            longest=width,
+            gather=tensor(gather.reshape(-1)),
+            scatter=tensor(np.concatenate(scatter)),
+            rows=len(rows),
+        ),
         predict=tensor(predict[first]),
         targets=tensor(targets[first]),
         pair=tensor(pair),
         row=tensor(row),
     )
+
+
+def _first(path: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
+    """The intervals of a path's first `count` nodes."""
+    kept: list[tuple[int, int]] = []
+    for first, length in path:
+        if count <= 0:
+            break
+        kept.append((first, min(length, count)))
+        count -= length
+    return kept

@@ -1,7 +1,6 @@
-"""The engine's CPU kernels in C: compiled once a machine, called through ctypes, equal to `kernels.TorchPaged`.
+"""The engine's CPU kernels in C: called through ctypes, equal to `kernels.TorchPaged`.
 
-Owns: building and loading `native.c`, and `NativePaged`. Invariants: float32 on the CPU only; where there is no
-compiler, or it fails, `library()` is None with one logged line and the engine uses the PyTorch kernels. Why C: one
+Owns: `NativePaged`. Invariants: float32 on the CPU only; where `library()` is None the engine uses PyTorch. Why C: one
 decode step of a small model is hundreds of small operations, each dearer in PyTorch than its arithmetic, and paged
 attention in PyTorch copies all KV before it reads it (measured: benchmarks/engine.py, `kernels` rows).
 Called by: `engine.local.engine`.
@@ -12,31 +11,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import hashlib
-import logging
 import math
 import mmap
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from springtide import compiled
 from springtide.engine.local.kernels import Pass
 from springtide.engine.local.kv import BLOCK
 from springtide.models.decoder import DecoderConfig, Layer, RotaryTable
 
-log = logging.getLogger(__name__)
-
-# No -ffast-math: it reorders sums at the compiler's will and, linked in, changes denormals for the whole process.
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-std=gnu11")
-_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
-_SIGNATURES = {
+_POINTER, _LONG, _FLOAT = compiled.POINTER, compiled.LONG, compiled.FLOAT
+_SIGNATURES: dict[str, list[Any]] = {
     "st_rms_norm": [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT],
     "st_gate": [_POINTER] * 2 + [_LONG] * 3,
     "st_heads": [_POINTER] * 6 + [_FLOAT] * 2 + [_POINTER] * 5 + [_LONG] * 5,
@@ -48,39 +38,7 @@ _SIGNATURES = {
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where they cannot be built."""
-    source = Path(__file__).with_name("native.c")
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        log.warning("no C compiler (cc, gcc or clang): the engine uses its PyTorch kernels, about half as fast")
-        return None
-    identity = repr((source.read_bytes(), compiler, _FLAGS, platform.machine(), _cpu_flags()))
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "springtide"
-    target = directory / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    try:
-        if not target.exists():
-            directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=directory) as temporary:
-                built = Path(temporary) / "native.so"
-                command = [*compiler.split(), *_FLAGS, str(source), "-o", str(built), "-lm"]
-                subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-                os.replace(built, target)
-        loaded = ctypes.CDLL(str(target))  # fails where programs may not be loaded from the cache's file system
-    except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or str(error)
-        log.warning("the engine uses its PyTorch kernels: %s could not build %s: %s", compiler, source.name, detail)
-        return None
-    for name, types in _SIGNATURES.items():
-        getattr(loaded, name).argtypes = types
-    return loaded
-
-
-def _cpu_flags() -> str:
-    """What -march=native depends on: a home directory may be shared by different machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return compiled.load(Path(__file__).with_name("native.c"), _SIGNATURES, "the engine")
 
 
 def _zeros(shape: tuple[int, ...]) -> Tensor:
