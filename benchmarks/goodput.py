@@ -215,12 +215,23 @@ def make_rows(rounds: dict[str, list[Figures]], ceilings: Sequence[float]) -> li
     ]
 
 
+def wait_rows(prefix: str, runs: Sequence[Figures]) -> list[Row]:
+    """Who waits, of runs that have no baseline."""
+    rows = []
+    for what, role in (("trainer outside its step", "trainer"), ("engine idle", "engine")):
+        shares = [100 * sum(getattr(f, role).values()) for f in runs]
+        low, high = interval(shares)
+        rows.append(Row(f"{prefix}: {what}", fmean(shares), "%", seeds=len(shares), ci_low=low, ci_high=high))
+    return rows
+
+
 class Peer:
     """TRL in this benchmark: its setting, and both sides' speeds."""
 
     def __init__(self, python: Path, setting: one_turn.Setting, steps: int, groups: int) -> None:
         self._python, self.setting, self._steps, self._groups = python, setting, steps, groups
         self.ours: list[one_turn.Speed] = []
+        self.figures: list[Figures] = []  # the same runs', for who waits
         self.theirs: list[one_turn.Speed] = []
 
     def play(self, seconds: float, directory: Path) -> None:
@@ -228,6 +239,7 @@ class Peer:
         model, prompts = one_turn.prepare(directory)
         f, _ = play("one_turn", seconds, directory, one_turn.our_sets(model, self._groups))
         completion = f.loss_tokens_per_s * f.step_s / (self._groups * one_turn.MEMBERS)
+        self.figures.append(f)
         self.ours.append(one_turn.Speed(f.loss_tokens_per_s, f.all_tokens_per_s, f.step_s, completion))
         result = one_turn.run_trl(self._python, self.setting, model, prompts, groups=self._groups, steps=self._steps)
         self.theirs.append(one_turn.speed_of(result, self._groups))
@@ -285,6 +297,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows += one_turn.make_rows((), (), None)
     else:
         rows += one_turn.make_rows(peer.ours, peer.theirs, peer.setting)
+        rows += wait_rows(f"one turn of {one_turn.MAX_TOKENS} tokens", peer.figures)
         notes = one_turn.notes(args.trl) if not args.quick else []
     emit(report("goodput", rows, load, quick=args.quick, notes=notes), as_json=args.json)
 
