@@ -105,6 +105,7 @@ SHOWN_BY = {
     "trainer.checkpoint_every": "test_options_of_a_run_take_effect",
     "trainer.checkpoint_keep": "test_options_of_a_run_take_effect",
     "trainer.device": "test_the_device_reaches_the_trainer",
+    "trainer.ranks": "test_a_run_of_two_trainer_ranks_learns_and_adds_up",
     "trainer.cold_start.steps": "test_options_of_the_loop_take_effect",
     "trainer.cold_start.tasks": "test_options_of_the_loop_take_effect",
     "trainer.cold_start.batch": "test_a_cold_start_is_deterministic_and_leaves_a_fresh_optimiser",

@@ -226,6 +226,7 @@ class Trainer(Table):
     checkpoint_every: Positive = Field(20, description="steps between checkpoints")
     checkpoint_keep: Positive = Field(2, description="newest checkpoints kept")
     device: str = Field("cpu", description="the torch device of the trainer")
+    ranks: Processes = Field(1, description="trainer processes, which share a step's segments (docs/fsdp.md)")
     cold_start: ColdStart = ColdStart()
     lora: Lora = Lora()
 
@@ -358,6 +359,7 @@ RESUMABLE = frozenset(
         "runtime.silent_s",
         "trainer.checkpoint_every",
         "trainer.checkpoint_keep",
+        "trainer.ranks",
         "eval.every",
         "observe.progress",
         "observe.tensorboard",

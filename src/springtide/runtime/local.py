@@ -23,6 +23,7 @@ from springtide.engine.protocol import EngineStats
 from springtide.env.local import LocalClient, LocalRunner
 from springtide.process import CONTROL_S, scratch_directory, task_group
 from springtide.runtime.ranks import Pool, Rank, keep_alive
+from springtide.runtime.world import World
 from springtide.weights.pins import Pins
 from springtide.wire import ConnectionLost
 
@@ -36,8 +37,8 @@ class Runtime:
 
     env: LocalRunner
     catalog: LocalClient
-    trainer: Rank
-    reference: Rank | None
+    trainer: World
+    reference: Rank | World | None
     proximal: Rank | None
     engines: list[Rank]
     workers: list[Rank]
@@ -184,12 +185,19 @@ async def open_runtime(
             )
             for i in range(config.runtime.rollout_workers)
         ]
-        init = {"config": tree, "model": str(model_dir), "store": str(weights)}
-        trainer = rank(
-            "trainer",
-            "springtide.trainer.rank:main",
-            {**init, "checkpoint": str(checkpoint) if checkpoint else None},
-            restart=False,
+        init: dict[str, Any] = {"config": tree, "model": str(model_dir), "store": str(weights)}
+        init["checkpoint"] = str(checkpoint) if checkpoint else None
+        size, meet = config.trainer.ranks, f"file://{sockets}/meet"
+        trainer = World(
+            [
+                rank(
+                    f"trainer-{i}" if size > 1 else "trainer",
+                    "springtide.trainer.rank:main",
+                    {**init, "world": {"rank": i, "size": size, "meet": meet} if size > 1 else None},
+                    restart=False,
+                )
+                for i in range(size)
+            ]
         )
         # Both start without weights: the driver says which the run's start are (after a cold start), and the proximal
         # policy pulls each step's. Beside an adapter, the trainer has the reference in itself.
@@ -217,7 +225,7 @@ async def open_runtime(
             Pins(weights),
             silent_s,
         )
-        await stack.enter_async_context(keep_alive([trainer, *engines, *workers, *idle.values()]))
+        await stack.enter_async_context(keep_alive([*trainer.ranks, *engines, *workers, *idle.values()]))
         yield runtime
 
 

@@ -1,9 +1,9 @@
 """The optimisers: AdamW, and Muon for hidden matrices with AdamW for the rest.
 
-Owns: which parameter goes where, the linear warm-up, and the one place where accumulated gradient sums become a step:
-divide by the count, clip, step. Invariants: the division happens once, over everything accumulated, so the step does
-not depend on micro-batching (trl#6024, ms-swift#10117); a gradient that is not finite changes nothing, neither weights
-nor moments nor the step count.
+Owns: which parameter goes where, the linear warm-up, and the one place where accumulated gradient sums (of all ranks,
+by then) become a step: divide by the count, clip, step. Invariants: the division happens once, over everything
+accumulated, so the step does not depend on micro-batching (trl#6024, ms-swift#10117); a gradient that is not finite
+changes nothing, neither weights nor moments nor the step count.
 Called by: the trainer rank.
 """
 
@@ -34,15 +34,15 @@ class Optimizer:
     """Steps a policy. `steps` counts the steps taken and drives the warm-up."""
 
     def __init__(self, policy: Policy, config: Trainer) -> None:
-        self._config, self._parameters, self.steps = config, policy.parameters(), 0
+        self._config, self.parameters, self.steps = config, policy.parameters(), 0
         self._names = list(policy.trained())
         common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-        rest = self._parameters
+        rest = self.parameters
         self._parts: list[torch.optim.Optimizer] = []
         if config.optimizer == "muon":
             outside = {id(p) for m in (policy.model.get_input_embeddings(), policy.head) for p in m.parameters()}
-            hidden = [p for p in self._parameters if p.ndim == 2 and id(p) not in outside]
-            rest = [p for p in self._parameters if not any(p is h for h in hidden)]
+            hidden = [p for p in self.parameters if p.ndim == 2 and id(p) not in outside]
+            rest = [p for p in self.parameters if not any(p is h for h in hidden)]
             self._parts.append(Muon(hidden, **common))
         # Norms and biases are not decayed: decay pulls a gain of 1 towards 0.
         groups: list[dict[str, Any]] = [
@@ -59,7 +59,7 @@ class Optimizer:
         """
         warmup = min(1.0, (self.steps + 1) / (self._config.warmup + 1))
         lr = (self._config.lr if lr is None else lr) * warmup
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
         try:
             if not torch.isfinite(torch.tensor(loss_sum)):
                 return StepResult(float("nan"), lr, "loss", self._first_not_finite())
@@ -67,7 +67,7 @@ class Optimizer:
             norm = torch.nn.utils.get_total_norm(gradients)
             if not torch.isfinite(norm):
                 return StepResult(float(norm), lr, "gradient", self._first_not_finite())
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._config.grad_clip, norm)
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self._config.grad_clip, norm)
             for part in self._parts:
                 for group in part.param_groups:
                     group["lr"] = lr
@@ -75,12 +75,12 @@ class Optimizer:
             self.steps += 1
             return StepResult(float(norm), lr)
         finally:
-            for p in self._parameters:
+            for p in self.parameters:
                 p.grad = None
 
     def _first_not_finite(self) -> str | None:
         """None too where every entry is finite and only their sum overflowed."""
-        for name, p in zip(self._names, self._parameters, strict=True):
+        for name, p in zip(self._names, self.parameters, strict=True):
             if p.grad is not None and not torch.isfinite(p.grad).all():
                 return name
         return None

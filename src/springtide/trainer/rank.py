@@ -30,11 +30,20 @@ from springtide.config import Config, make_config
 from springtide.trace import version_step
 from springtide.trainer import checkpoint as files
 from springtide.trainer.checkpoint import CheckpointError
+from springtide.trainer.collective import Collective
 from springtide.trainer.data import DataError, StepData, load_step, write_logprobs
 from springtide.trainer.lora import read_adapter
 from springtide.trainer.model import Policy, load_policy
 from springtide.trainer.optim import Optimizer, StepResult
-from springtide.trainer.step import Shape, Sums, accumulate_policy, accumulate_supervised, compute_logprobs
+from springtide.trainer.step import (
+    Shape,
+    Sums,
+    accumulate_policy,
+    accumulate_supervised,
+    compute_logprobs,
+    merge,
+    timed,
+)
 from springtide.weights.store import Canary, WeightStore
 from springtide.wire import Peer, serve
 
@@ -50,7 +59,8 @@ async def main(socket_path: str, args: dict[str, Any]) -> None:
     loop = asyncio.get_running_loop()
     busy: list[tuple[str, float]] = []
     transformers_logging.disable_progress_bar()
-    with ThreadPoolExecutor(1, "torch", initializer=torch.set_num_threads, initargs=(1,)) as thread:
+    thread = ThreadPoolExecutor(1, "torch", initializer=torch.set_num_threads, initargs=(1,))
+    try:
 
         async def handle(peer: Peer, method: str, payload: dict[str, Any]) -> Any:
             if method == "status":
@@ -74,6 +84,8 @@ async def main(socket_path: str, args: dict[str, Any]) -> None:
             await loop.run_in_executor(thread, lambda: rank.init(**args))
         async with serve(socket_path, handle):
             await asyncio.Event().wait()
+    finally:
+        thread.shutdown(wait=rank.alone)  # one of a world may wait in a collective for a rank that is gone
 
 
 class Rank:
@@ -84,8 +96,13 @@ class Rank:
         self._optimizer: Optimizer | None = None
         self._config: Config | None = None
         self._store: WeightStore | None = None
+        self._world = Collective()
         self.version = -1
         self.refused = 0
+
+    @property
+    def alone(self) -> bool:
+        return self._world.size == 1
 
     def init(
         self,
@@ -94,16 +111,23 @@ class Rank:
         checkpoint: str | None = None,
         store: str | None = None,
         role: Literal["trainer", "reference"] = "trainer",
+        world: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Load the policy: from `checkpoint` if given, else from `model` (a Hugging Face directory).
 
         config: the resolved tree (`Config.model_dump(mode="json")`). store: directory of the weight store. A reference
         has no optimiser and no adapter; a trainer with one takes it from `checkpoint` and all else from `model`.
+        world: `{rank, size, meet}` (see `Collective.join`) for one of several trainer ranks, of which each gets every
+        call with the same payload.
         Returns `{parameters, vocab_size, steps, version, extra}`: trained parameters; extra is what `save` was given,
         None without a checkpoint. Raises: ModelError, CheckpointError, ConfigError.
         """
         self._config = make_config(config)
         self._store = WeightStore(Path(store)) if store else None
+        device = self._config.trainer.device
+        if world is not None:
+            self._world = Collective.join(**world, device=device)
+            device = str(self._world.device)
         torch.manual_seed(self._config.run.seed)
         torch.use_deterministic_algorithms(True, warn_only=True)
         state, extra = files.read_state(Path(checkpoint)) if checkpoint else ({}, None)
@@ -111,7 +135,7 @@ class Rank:
         if checkpoint and bool(lora) != ("base" in state):
             held = "an adapter" if "base" in state else "whole weights"
             raise CheckpointError(f"{checkpoint} holds {held}; trainer.lora.rank must be what it was")
-        self._policy = load_policy(Path(model if lora else checkpoint or model), self._config.trainer.device)
+        self._policy = load_policy(Path(model if lora else checkpoint or model), device)
         if lora is not None:
             self._policy.adapt(lora, self._config.run.seed)
         self._optimizer = Optimizer(self._policy, self._config.trainer) if role == "trainer" else None
@@ -154,7 +178,8 @@ class Rank:
         )
         _need_tokens(data)
         loaded = time.perf_counter()
-        sums = accumulate_policy(policy, data, config.algorithm, self._shape(config.rollout.temperature), version)
+        own = self._world.own_part(data)
+        sums = accumulate_policy(policy, own, config.algorithm, self._shape(config.rollout.temperature), version)
         return self._finish(optimizer, data, sums, started, loaded, lr)
 
     def supervised(self, paths: tuple[str, ...], lr: float | None = None) -> dict[str, Any]:
@@ -167,7 +192,7 @@ class Rank:
         data = load_step(tuple({"path": p} for p in paths), config.algorithm.aggregation)
         _need_tokens(data)
         loaded = time.perf_counter()
-        sums = accumulate_supervised(policy, data, self._shape(1.0))
+        sums = accumulate_supervised(policy, self._world.own_part(data), self._shape(1.0))
         return self._finish(optimizer, data, sums, started, loaded, lr)
 
     def cold_start(self, paths: tuple[str, ...], steps: int, batch: int, lr: float) -> dict[str, Any]:
@@ -213,8 +238,9 @@ class Rank:
             self.pull(version)
         data = load_step(items, config.algorithm.aggregation)
         with self._reference() if reference else contextlib.nullcontext():
-            arrays = compute_logprobs(policy, data, self._shape(config.rollout.temperature))
-        write_logprobs(Path(out), self.version, data.sequences, arrays)
+            arrays = self._logprobs(policy, data, config.rollout.temperature)
+        if self._world.rank == 0:
+            write_logprobs(Path(out), self.version, data.sequences, arrays)
         return {
             "loss_tokens": data.loss_tokens,
             "tokens": data.tokens,
@@ -231,7 +257,7 @@ class Rank:
         policy, config = self._ready()
         data = load_step(items, config.algorithm.aggregation)
         with self._reference():
-            arrays = compute_logprobs(policy, data, self._shape(config.rollout.temperature))
+            arrays = self._logprobs(policy, data, config.rollout.temperature)
         totals: defaultdict[tuple[int, int], float] = defaultdict(float)
         for row, logprobs in zip(data.sequences, arrays, strict=True):
             terms = estimate(torch.from_numpy(logprobs), torch.from_numpy(row.rollout), config.algorithm.kl_estimator)
@@ -245,10 +271,12 @@ class Rank:
         """
         policy, _ = self._ready()
         started = time.perf_counter()
-        _need_finite(policy, version_step(version))
-        ids = np.random.default_rng(0).integers(0, policy.vocab_size, _CANARY_TOKENS).astype(np.int32)
-        canary = Canary(tuple(ids.tolist()), tuple(policy.score(ids).tolist()))
-        self._weights().publish(version, policy.tensors(), canary)
+        self._need_equal(policy)
+        if self._world.rank == 0:
+            _need_finite(policy, version_step(version))
+            ids = np.random.default_rng(0).integers(0, policy.vocab_size, _CANARY_TOKENS).astype(np.int32)
+            canary = Canary(tuple(ids.tolist()), tuple(policy.score(ids).tolist()))
+            self._weights().publish(version, policy.tensors(), canary)
         self.version = version
         return {"version": version, "seconds": time.perf_counter() - started}
 
@@ -266,6 +294,9 @@ class Rank:
         """
         policy, optimizer, _ = self._trainer()
         started = time.perf_counter()
+        self._need_equal(policy)
+        if self._world.rank:
+            return {}
         _need_finite(policy, (extra or {}).get("step", optimizer.steps))
         with files.new_directory(Path(path)) as scratch:
             own: dict[str, Any] = {"optimizer": optimizer.state(), "rng": torch.get_rng_state()}
@@ -284,25 +315,29 @@ class Rank:
 
     def forget(self, paths: tuple[str, ...]) -> None:
         """Remove these checkpoint directories, off the driver's loop. One that is gone already is no error."""
-        for path in paths:
+        for path in paths if self._world.rank == 0 else ():
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(path)
 
     def export(self, path: str) -> dict[str, Any]:
         """Write a plain Hugging Face directory, float32, that transformers loads with equal log-probs."""
         policy, _ = self._ready()
-        with files.new_directory(Path(path)) as scratch:
-            _write_model(policy, scratch)
+        if self._world.rank == 0:
+            with files.new_directory(Path(path)) as scratch:
+                _write_model(policy, scratch)
         return {"path": path}
 
     def _finish(
         self, optimizer: Optimizer, data: StepData, sums: Sums, started: float, loaded: float, lr: float | None
     ) -> dict[str, Any]:
-        before = time.perf_counter()
-        result = optimizer.apply(sums.loss, data.denominator, lr)
-        now = time.perf_counter()
+        with timed(sums, "wait_s"):  # for the slowest rank
+            merge(sums, self._world.exchange(sums.to_wire()))
+        with timed(sums, "reduce_s"):
+            self._world.sum_gradients(optimizer.parameters)
+        with timed(sums, "optimizer_s"):
+            result = optimizer.apply(sums.loss, data.denominator, lr)
         self.refused += result.refused is not None
-        sums.seconds.update({"load_s": loaded - started, "optimizer_s": now - before, "total_s": now - started})
+        sums.seconds.update({"load_s": loaded - started, "total_s": time.perf_counter() - started})
         return _figures(data, sums, result, optimizer.steps, self.refused)
 
     def _restore(self, path: Path, state: dict[str, Any]) -> None:
@@ -316,6 +351,22 @@ class Rank:
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from error
         torch.set_rng_state(saved["rng"])
+
+    def _logprobs(self, policy: Policy, data: StepData, temperature: float) -> list[np.ndarray]:
+        """Of every segment's action tokens, float32 [A] each: every rank computes its part, and has all."""
+        own = self._world.own_part(data)
+        return self._world.in_order(data, own, compute_logprobs(policy, own, self._shape(temperature)))
+
+    def _need_equal(self, policy: Policy) -> None:
+        """Raises: RuntimeError where the ranks' copies of the weights have come apart."""
+        if self._world.size > 1:
+            sums = self._world.exchange([float(p.sum(dtype=torch.float64)) for p in policy.parameters()])
+            for name, values in zip(policy.trained(), zip(*sums, strict=True), strict=True):
+                if len(set(map(repr, values))) > 1:
+                    raise RuntimeError(
+                        f"the trainer ranks' copies of {name} differ (sums {values}): their processors or libraries "
+                        "are not alike; resume from the last checkpoint on machines of one kind"
+                    )
 
     def _reference(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the policy is the KL reference: a trainer's adapter as the run began, or what this rank holds."""
@@ -382,7 +433,8 @@ def _need_finite(policy: Policy, step: int) -> None:
 def _figures(data: StepData, sums: Sums, result: StepResult, steps: int, refused: int) -> dict[str, Any]:
     """A step's figures: counts, means over action tokens, maxima, and seconds by part.
 
-    tokens: of all segments; computed_tokens: of their prefix trees; padded_tokens: of the rows attention saw.
+    Counts, means and maxima are of all ranks, seconds of this one. tokens: of all segments; computed_tokens: of their
+    prefix trees; padded_tokens: of the rows attention saw.
     loss: loss sum / denominator. Means whose count is `loss_tokens`: ratio, clipped (a share), kl_behaviour, entropy,
     lag, and where computed weight, kl_reference, kl_clamped, nll. gap_mean and gap_max: |log-prob of the trainer - of
     the engine| over the `gap_tokens` sampled with the very weights trained, None where there are none. refused: why

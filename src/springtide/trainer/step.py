@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,6 +47,24 @@ class Sums:
     def most(self, name: str, value: float) -> None:
         self.maxima[name] = max(self.maxima.get(name, value), value)
 
+    def to_wire(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _COUNTS} | {"totals": {**self.totals}, "maxima": self.maxima}
+
+
+_COUNTS = ("loss", "micro_batches", "computed_tokens", "padded_tokens")
+
+
+def merge(sums: Sums, parts: Sequence[dict[str, Any]]) -> None:
+    """Make `sums` those of all ranks, each given by `to_wire`, in their order. Its seconds stay this rank's."""
+    for name in _COUNTS:
+        setattr(sums, name, sum(part[name] for part in parts))
+    sums.totals.clear()
+    for part in parts:
+        for name, value in part["totals"].items():
+            sums.totals[name] += value
+        for name, value in part["maxima"].items():
+            sums.most(name, value)
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -60,7 +79,7 @@ def accumulate_policy(policy: Policy, data: StepData, algorithm: Algorithm, shap
     """Add the gradient sum of the policy loss over all sequences to `.grad`. version: the present weights' tag."""
     sums = Sums()
     for number, (rows, batch) in enumerate(_micro_batches(policy, data, shape, sums)):
-        with _timed(sums, "forward_s"):
+        with timed(sums, "forward_s"):
             logprobs, entropy = policy.judge(
                 batch, shape.temperature, shape.logit_chunk, entropy=algorithm.entropy_coef > 0
             )
@@ -75,7 +94,7 @@ def accumulate_supervised(policy: Policy, data: StepData, shape: Shape) -> Sums:
     """Add the gradient sum of the supervised loss over all sequences to `.grad`."""
     sums = Sums()
     for rows, batch in _micro_batches(policy, data, shape, sums):
-        with _timed(sums, "forward_s"):
+        with timed(sums, "forward_s"):
             logprobs = policy.logprobs(batch, shape.temperature, shape.logit_chunk)
             result = supervised(logprobs, _gather([np.full(len(r.at), r.weight) for r in rows], policy.device))
         _backward(sums, result)
@@ -104,7 +123,7 @@ def _micro_batches(policy: Policy, data: StepData, shape: Shape, sums: Sums) -> 
     sums.seconds["pack_s"] += time.perf_counter() - start
     for indices in batches:
         rows = [data.sequences[i] for i in indices]
-        with _timed(sums, "pack_s"):
+        with timed(sums, "pack_s"):
             batch = collate(rows, policy.device)
         sums.micro_batches += 1
         sums.computed_tokens += batch.ids.numel()
@@ -142,7 +161,7 @@ def _present(array: np.ndarray | None, name: str, row: Row) -> np.ndarray:
 
 
 def _backward(sums: Sums, result: LossSums) -> None:
-    with _timed(sums, "backward_s"):
+    with timed(sums, "backward_s"):
         result.loss.backward()
         sums.loss += float(result.loss.detach())
         sums.add(result.sums)
@@ -168,7 +187,7 @@ def _gather(arrays: list[np.ndarray], device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate(arrays).astype(np.float32, copy=False)).to(device)
 
 
-class _timed:
+class timed:
     """Adds the block's seconds to `sums.seconds[name]`."""
 
     def __init__(self, sums: Sums, name: str) -> None:
