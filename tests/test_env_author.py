@@ -480,3 +480,35 @@ def test_public_names_resolve_lazily() -> None:
 
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         springtide.trian  # noqa: B018
+
+
+def test_a_slice_of_a_task_list_is_a_lazy_list_of_the_same_tasks() -> None:
+    made: list[int] = []
+
+    def make(index: int):
+        made.append(index)
+        return Base.make_task("train", "default", index, {"word": "a"})
+
+    every = TaskList(20, make)
+    for chosen in (every[5:9], every[::-3], every[:0], every[15:][1:3]):
+        assert made == [] and isinstance(chosen, TaskList)
+        wanted = list(range(20)[5:9] if len(chosen) == 4 else range(20)[::-3] if len(chosen) == 7 else [16, 17])
+        assert [task.index for task in chosen] == wanted[: len(chosen)]
+        made.clear()
+
+
+def test_a_suite_asks_its_author_for_a_list_once_however_many_episodes_it_opens() -> None:
+    """One that reads a file, or slices another's list, did so for each episode."""
+    asked: list[str] = []
+
+    class Counted(Base):
+        @classmethod
+        def tasks(cls, split, level):
+            asked.append(split)
+            return super().tasks(split, level)
+
+    suite = Suite.of(Counted)
+    refs = [task.ref for split in ("train", "test") for task in suite.select(split, None)[:3]]
+    asked.clear()
+    assert [suite.task(ref).ref for ref in refs * 2] == refs * 2
+    assert asked == ["train", "test"]

@@ -49,10 +49,11 @@ class TaskList(Sequence[Task]):
     @overload
     def __getitem__(self, index: int) -> Task: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+    def __getitem__(self, index: slice) -> TaskList: ...
+    def __getitem__(self, index: int | slice) -> Task | TaskList:
         if isinstance(index, slice):
-            return [self._make(i) for i in range(*index.indices(self._size))]
+            chosen = range(*index.indices(self._size))
+            return TaskList(len(chosen), lambda i: self._make(chosen[i]))
         if not -self._size <= index < self._size:
             raise IndexError(f"task {index} of {self._size}")
         return self._make(index % self._size)

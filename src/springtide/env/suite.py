@@ -8,7 +8,7 @@ Called by: suites (they define one), the registry, workers, the checker.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from springtide.env.environment import Environment
 from springtide.trace import Task, TaskRef
@@ -29,6 +29,7 @@ class Suite:
     environment: type[Environment]
     levels: tuple[str, ...]
     tasks: Callable[[str, str], Sequence[Task]]
+    _asked: dict[tuple[str, str], Sequence[Task]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         env = self.environment
@@ -60,7 +61,9 @@ class Suite:
 
     def task(self, ref: TaskRef) -> Task:
         """The task a reference names. Raises: SuiteError if this suite has another task in its place."""
-        tasks = self.select(ref.split, ref.level)
+        tasks = self._asked.get((ref.split, ref.level))
+        if tasks is None:  # once: an author's list may read a file
+            tasks = self._asked[ref.split, ref.level] = self.select(ref.split, ref.level)
         if not 0 <= ref.index < len(tasks):
             raise SuiteError(
                 f"suite {self.name} has {len(tasks)} tasks in {ref.split}/{ref.level}, no index {ref.index}"
