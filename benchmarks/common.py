@@ -476,6 +476,7 @@ _PURPOSE = {
     "latency": "Asynchronous against synchronous, with tools that answer late",
     "learning": "The quickstart's claim",
     "multitask": "One policy for three suites, and what its two devices are worth",
+    "publish": "Publication of weights, fingerprint included, in copies of the same bytes",
 }
 
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from engine_models import tiny
+from springtide.models.decoder import Decoder, DecoderConfig, sequence_logprobs
+from springtide.weights import fingerprint as prints
+from springtide.weights.files import in_memory
 from springtide.weights.pins import Pins
 from springtide.weights.store import Canary, FingerprintMismatch, StoreError, WeightStore
 
@@ -17,6 +28,16 @@ from springtide.weights.store import Canary, FingerprintMismatch, StoreError, We
 def _weights(scale: float = 1.0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {"a.weight": scale * torch.randn(7, 5, generator=generator), "b.bias": torch.ones(3)}
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory in memory, where files are written over."""
+    shared = Path("/dev/shm")
+    if not (shared.is_dir() and in_memory(shared)):
+        pytest.skip("no file system in memory")
+    with tempfile.TemporaryDirectory(prefix="springtide-test-", dir=shared) as directory:
+        yield Path(directory)
 
 
 def test_what_is_loaded_is_what_was_published(tmp_path) -> None:
@@ -149,3 +170,124 @@ def test_a_value_that_became_nan_on_the_way_is_refused(tmp_path) -> None:
     save_file(tensors, tmp_path / "1" / "weights.safetensors")
     with pytest.raises(FingerprintMismatch, match=r"a\.weight differs.* sum nan"):
         store.load(1)
+
+
+# --- the sum ------------------------------------------------------------------------------------------------------
+
+
+def _defined_sum(values: np.ndarray, lanes: int = 32, block: int = 8192) -> float:
+    total = 0.0
+    for start in range(0, len(values), block):
+        sums = np.zeros(lanes)
+        for i in range(start, min(start + block, len(values)), lanes):
+            row = values[i : min(i + lanes, start + block)].astype(np.float64)
+            sums[: len(row)] += row
+        while len(sums) > 1:
+            sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
+        total += float(sums[0])
+    return total
+
+
+@given(
+    count=st.integers(0, 100) | st.integers(8000, 8400) | st.integers(16000, 40_000), seed=st.integers(0, 99),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]), native=st.booleans(), copied=st.booleans(),
+)  # fmt: skip
+def test_the_sum_has_one_order_whatever_computes_it(count, seed, dtype, native, copied) -> None:
+    """torch's own sum of a large tensor depends on the number of threads: two processes would not agree."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = 10.0 ** torch.randint(-9, 9, (count,), generator=generator)
+    values = (torch.randn(count, generator=generator) * scales).to(dtype)
+    copy = torch.zeros_like(values) if copied else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prints, "_AT_ONCE", 2)
+        if native:
+            assert prints._library() is not None, "the tests need a C compiler"
+        else:
+            patch.setattr(prints, "_library", lambda: None)
+        found = prints.float64_sum(values, copy)
+    assert repr(found) == repr(_defined_sum(values.float().numpy()))
+    assert copy is None or torch.equal(copy, values)
+
+
+# --- files in memory ----------------------------------------------------------------------------------------------
+
+
+def _file(store: WeightStore, version: int) -> Path:
+    return store.directory / str(version) / "weights.safetensors"
+
+
+def test_a_file_that_nobody_reads_is_written_over_and_read_right(memory) -> None:
+    store, reader = WeightStore(memory), WeightStore(memory)
+    files = []
+    for version in range(8):
+        published = _weights(version + 1.0)
+        store.publish(version, published)
+        loaded = reader.load(version)
+        assert all(torch.equal(loaded[k], published[k]) for k in published)
+        assert load_file(_file(store, version)).keys() == published.keys()  # as safetensors reads it
+        del loaded
+        files.append(_file(store, version).stat().st_ino)
+    assert len(set(files)) == 3
+    store.publish(8, {**_weights(), "more": torch.ones(2)})  # of another size
+    assert store.load(8)["more"].tolist() == [1.0, 1.0]
+
+
+def test_a_file_that_is_read_is_left_alone_however_many_versions_follow(memory) -> None:
+    store, reader = WeightStore(memory), WeightStore(memory)
+    store.publish(0, _weights(1.0))
+    held = reader.load(0)["a.weight"]
+    copy = held.clone()
+    for version in range(1, 6):
+        store.publish(version, _weights(version + 1.0))
+        assert torch.equal(reader.load(version)["a.weight"], _weights(version + 1.0)["a.weight"])
+    assert torch.equal(held, copy)
+    with pytest.raises(StoreError):
+        reader.load(0)
+
+
+def test_the_lock_of_a_reader_that_was_killed_ends_with_it(memory) -> None:
+    store = WeightStore(memory)
+    store.publish(0, _weights())
+    first = _file(store, 0).stat().st_ino
+    code = (
+        "import sys, time; from pathlib import Path; from springtide.weights.store import WeightStore\n"
+        "held = WeightStore(Path(sys.argv[1])).load(0); print('reads', flush=True); time.sleep(60)"
+    )
+    reader = subprocess.Popen([sys.executable, "-c", code, str(memory)], stdout=subprocess.PIPE, text=True)
+    assert reader.stdout is not None and reader.stdout.readline() == "reads\n"
+    reader.kill()
+    reader.wait()
+    reader.stdout.close()
+    for version in range(1, 4):
+        store.publish(version, _weights(version))
+    assert _file(store, 3).stat().st_ino == first
+
+
+def test_an_engines_model_keeps_no_file(memory) -> None:
+    """Its embeddings mapped the whole file: every version that an engine held stayed in memory twice."""
+    model = tiny("qwen3")
+    store = WeightStore(memory)
+    tensors = {name: tensor for name, tensor in model.tensors().items() if name != "lm_head.weight"}
+    store.publish(0, tensors)
+    decoder = Decoder(DecoderConfig.read(model.path), store.load(0))
+    ids = torch.arange(1, 9)
+    before = sequence_logprobs(decoder, ids)
+    first = _file(store, 0).stat().st_ino
+    for version in range(1, 4):
+        store.publish(version, {k: torch.zeros_like(v) for k, v in tensors.items()})
+    assert _file(store, 3).stat().st_ino == first
+    assert torch.equal(sequence_logprobs(decoder, ids), before)
+
+
+def test_memory_that_is_not_there_is_an_error_and_leaves_nothing(memory, monkeypatch) -> None:
+    store = WeightStore(memory)
+    store.publish(0, _weights())
+
+    def full(fd: int, data: memoryview, offset: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.publish(1, _weights())
+    assert store.versions() == (0,)
+    assert sorted(p.name for p in memory.iterdir()) == ["0", "pins"]

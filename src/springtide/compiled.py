@@ -3,7 +3,7 @@
 Owns: which compiler, which flags, and where the result is kept. Invariants: two sources, compilers or processors never
 share a result; where there is no compiler, or it fails, there is one logged line and no library, and whoever asked uses
 PyTorch instead.
-Called by: `engine.local.native`, `trainer.attention`.
+Called by: `engine.local.native`, `trainer.attention`, `weights.fingerprint`.
 """
 
 from __future__ import annotations

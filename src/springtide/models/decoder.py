@@ -278,20 +278,23 @@ class Decoder:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> None:
-        """`tensors` by checkpoint name, any float dtype. Raises: UnsupportedModel for a missing or misshapen one."""
+        """`tensors` by checkpoint name, any float dtype; none is kept: a published version's file is to be free again.
+
+        Raises: UnsupportedModel for a missing or misshapen one.
+        """
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         c = config
 
-        def get(name: str, *shape: int) -> Tensor:
+        def get(name: str, *shape: int, copy: bool = True) -> Tensor:
             if name not in tensors:
                 raise UnsupportedModel(f"the weights lack {name}, which {c.architecture} needs")
             tensor = tensors[name]
             if tuple(tensor.shape) != shape:
                 raise UnsupportedModel(f"{name} is {list(tensor.shape)}; {c.architecture}'s config says {list(shape)}")
-            return tensor.detach().to(device=self.device, dtype=dtype)
+            return tensor.detach().to(device=self.device, dtype=dtype, copy=copy)
 
         def maybe(name: str, *shape: int) -> Tensor | None:
-            return get(name, *shape) if name in tensors else None
+            return get(name, *shape, copy=False) if name in tensors else None
 
         def norm(name: str, size: int) -> Tensor:
             if not c.gemma:
@@ -301,7 +304,7 @@ class Decoder:
             return 1.0 + tensors[name].detach().to(device=self.device, dtype=torch.float32)
 
         def fuse(prefix: str, names: tuple[str, ...], rows: tuple[int, ...], columns: int) -> tuple[Tensor, Any]:
-            weights = [get(f"{prefix}{n}.weight", r, columns) for n, r in zip(names, rows)]
+            weights = [get(f"{prefix}{n}.weight", r, columns, copy=False) for n, r in zip(names, rows)]
             biases = [maybe(f"{prefix}{n}.bias", r) for n, r in zip(names, rows)]
             # A transposed view of [out, in]: MKL runs both layouts equally fast, and nothing is stored twice.
             fused = torch.cat(weights).t()
