@@ -79,6 +79,21 @@ class EngineTable(Table):
     device: str = Field("cpu", description="the torch device of the engines")
 
 
+class PaceTable(Table):
+    device: Literal["none", "h100", "h200", "a100", "h20"] = Field(
+        "none", description="the GPU whose time engines and trainers take for their work; none: as fast as they can"
+    )
+    model: str = Field(
+        "qwen2.5-7b", description="the model that time is of: a name of docs/pace.md, or a directory with a config.json"
+    )
+    tensor_parallel: Processes = Field(1, description="such GPUs an engine or reference rank stands for")
+    trainer_devices: Processes = Field(2, description="such GPUs a trainer rank stands for")
+    recompute: bool = Field(True, description="activations are computed again in the backward pass: 8N, not 6N")
+    scale: Annotated[float, Field(ge=1e-3, le=1e4)] | Literal["auto"] = Field(
+        1.0, description="seconds here for one of the GPU's; auto: as a short calibration finds it"
+    )
+
+
 class RuntimeTable(Table):
     kind: Literal["local"] = Field("local", description="all processes on this machine")
     rollout_workers: Processes = Field(1, description="processes that play episodes: rendering, parsing, agent loop")
@@ -87,6 +102,7 @@ class RuntimeTable(Table):
     silent_s: float = Field(
         60.0, ge=0.1, le=60, description="one that answers nothing for so long is killed, and has crashed"
     )
+    pace: PaceTable = PaceTable()
 
 
 class SuiteEntry(Table):

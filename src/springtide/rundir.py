@@ -58,6 +58,10 @@ class RunDirectory:
     def summary(self) -> Path:
         return self.path / "summary.json"
 
+    @property
+    def pace(self) -> Path:
+        return self.path / "pace.json"
+
     def evaluation(self, label: str) -> Path:
         """One line an episode of the evaluation named so: `start`, `end`, `step-20`."""
         return self.path / "evaluations" / f"{label}.jsonl"

@@ -11,6 +11,7 @@ import typer
 
 from springtide.config import Config
 from springtide.observe.metrics import Summary
+from springtide.observe.pace import describe
 from springtide.observe.plots import label_of
 from springtide.rundir import RunDirectory, load_run
 
@@ -73,6 +74,10 @@ def show(summary: Summary, config: Config, *, as_json: bool) -> None:
             print(f"  {suite}: {_percent(row['success_start'])} -> {_percent(row['success_end'])}")
     if summary.greedy_start is not None and summary.greedy_end is not None:
         print(f"greedy {summary.greedy_start:.1%} -> {summary.greedy_end:.1%}")
+    if summary.pace is not None:
+        print(describe(summary.pace))
+        if summary.pace["void"]:
+            print(summary.pace["void"])
     print(f"{config.run_dir}/report.html, or: springtide view {config.run_dir}")
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from springtide import wire
+from springtide.config import make_config
 from springtide.engine.local.engine import EngineSettings, LocalEngine
+from springtide.pace import Pace
 
 
 async def main(socket_path: str, args: dict[str, Any]) -> None:
@@ -22,7 +24,7 @@ async def main(socket_path: str, args: dict[str, Any]) -> None:
     settings = EngineSettings.of(args["model"], args["store"], args["config"]["engine"])
     if settings.device == "cpu":
         torch.set_num_threads(1)
-    async with LocalEngine.open(settings) as engine:
+    async with LocalEngine.open(settings, Pace.of(make_config(args["config"]), "engine")) as engine:
         handler = EngineHandler(engine)
         async with wire.serve(socket_path, handler.handle, on_disconnect=handler.disconnected):
             await asyncio.Event().wait()

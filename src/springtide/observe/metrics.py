@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from springtide.engine.protocol import EngineStats
+from springtide.observe.pace import PaceMeter, summarise_pace
 from springtide.observe.sinks import Sink, read_records
 from springtide.rollout.evaluate import EvalResult
 from springtide.rollout.feeder import Counts
@@ -82,6 +83,7 @@ class Summary:
     commit: str
     ledger: dict[str, Any] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)  # generated = trained + evaluated + discarded + cut off
+    pace: dict[str, Any] | None = None  # of a run on paced devices; its `void` says why it measures nothing
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -90,8 +92,8 @@ class Summary:
 class Metrics:
     """Turns what happened into records, and hands them to the sinks and the display."""
 
-    def __init__(self, sinks: Sequence[Sink], display: Display) -> None:
-        self._sinks, self._display = sinks, display
+    def __init__(self, sinks: Sequence[Sink], display: Display, pace: PaceMeter | None = None) -> None:
+        self._sinks, self._display, self._pace = sinks, display, pace
         self._last_t = 0.0
         self._last_spent: dict[str, float] = {}
         self._last_engine = EngineStats()
@@ -123,8 +125,10 @@ class Metrics:
         self._write({"kind": "note", "step": step, "text": text})
         self._display.note(text)
 
-    def begin(self, engines: Sequence[EngineStats]) -> None:
+    def begin(self, engines: Sequence[EngineStats], paced: Mapping[str, float] | None = None) -> None:
         """The loop begins: what engines did before it is not its first step's, but for tokens, which all count."""
+        if self._pace is not None:
+            self._pace.begin(engines, paced or {})
         self._last_engine = replace(
             _total(engines),
             generated_tokens=self._last_engine.generated_tokens,
@@ -148,6 +152,7 @@ class Metrics:
         engines: Sequence[EngineStats],
         state: Readiness,
         restarts: dict[str, int],
+        paced: Mapping[str, float] | None = None,
     ) -> None:
         """One optimiser step: `summaries` are the trained groups', `counts` all episodes that ended since the last."""
         step_s = max(1e-9, elapsed - self._last_t)
@@ -199,6 +204,7 @@ class Metrics:
             "restarts": restarts,
             "driver_lag_p99_s": _quantile(self._lags, 0.99),
             "pss_mib": self.peak_pss_mib,
+            **({"pace": self._pace.take(engines, paced or {}, step_s)} if self._pace else {}),
         }
         self._last_t, self._last_engine = elapsed, engine
         self._last_spent = dict(spent)
@@ -319,6 +325,7 @@ def summarise(path: Path, ledger: dict[str, Any], *, seed: int, commit: str, pea
             "discarded": discarded,
             "aborted": sum(r["engine"].get("aborted_tokens", 0) for r in all_counts),  # absent in older records
         },
+        pace=summarise_pace(steps),
     )
 
 

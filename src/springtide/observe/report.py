@@ -18,6 +18,7 @@ from springtide.ledger import VisitRow
 from springtide.observe import charts, transcripts
 from springtide.observe.charts import Line, Mark
 from springtide.observe.markup import Html, join, page, tag, wide_table
+from springtide.observe.pace import describe, summarise_pace
 from springtide.observe.plots import label_of, number, smooth, success_of, window, write_curve
 from springtide.observe.runview import RunView
 from springtide.rollout.evaluate import wilson
@@ -429,6 +430,8 @@ def _run(run: RunView) -> list[Any]:
     resumes = [r for r in run.records if r["kind"] == "resume"]
     restarts = run.steps[-1]["restarts"] if run.steps else {}
     facts = [f"Resumed at step {r['step']} (incarnation {r['incarnation']})." for r in resumes]
+    if (paced := summarise_pace(run.steps)) is not None:
+        facts.append(f"{describe(paced).capitalize()}.")
     facts += [f"Restarted processes: {name} {n} times." for name, n in sorted(restarts.items()) if n]
     config = tag("details", tag("summary", "config.toml (resolved)"), tag("pre", run.config_text, class_="config"))
     return [_audit(run), [tag("p", fact) for fact in facts], tag("div", config, class_="card")]

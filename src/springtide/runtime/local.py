@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +81,13 @@ class Runtime:
             with contextlib.suppress(ConnectionLost):  # it is being restarted; its counts start again
                 stats.append(await engine.call("stats", deadline_s=CONTROL_S))
         return stats
+
+    async def pace_counts(self) -> dict[str, float]:
+        """What paced ranks that are no engines have counted so far, together (see `springtide.pace`)."""
+        total: Counter[str] = Counter()
+        for rank in {id(r): r for r in (self.trainer, self.reference, self.proximal) if r is not None}.values():
+            total.update((await rank.call("status", deadline_s=CONTROL_S))["pace"])
+        return dict(total)
 
     def silent(self) -> str:
         """Who has answered nothing for a while, for people to read; empty if all answer."""

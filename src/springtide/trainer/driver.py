@@ -164,7 +164,7 @@ class Driver:
     async def feeding(self) -> AsyncIterator[None]:
         """Draw and play beside the block; at its end every pending group ends as `run_ended`."""
         self._clock.start()
-        self.metrics.begin(await self._runtime.engine_stats())
+        self.metrics.begin(await self._runtime.engine_stats(), await self._paced())
         try:
             async with task_group() as tasks:
                 self._tasks = tasks
@@ -358,6 +358,8 @@ class Driver:
             peak_pss_mib=self.metrics.peak_pss_mib,
         )
         self.directory.write_json(self.directory.summary, summary.to_json())
+        if summary.pace is not None and summary.pace["void"]:
+            self.metrics.note(self.step, summary.pace["void"])
         return summary
 
     # --- helpers ----------------------------------------------------------------------------------------------------
@@ -505,7 +507,11 @@ class Driver:
             engines=await self._runtime.engine_stats(),
             state=self._state,
             restarts=self._runtime.restarts(),
+            paced=await self._paced(),
         )
+
+    async def _paced(self) -> dict[str, float]:
+        return await self._runtime.pace_counts() if self.config.runtime.pace.device != "none" else {}
 
     def _record(self, event: Any) -> None:
         self._events.write(json.dumps(event_to_json(event)) + "\n")

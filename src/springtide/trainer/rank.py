@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from springtide.algorithms.losses.kl import MAX_KL, estimate
 from springtide.config import Config, make_config
+from springtide.pace import Pace
 from springtide.trace import version_step
 from springtide.trainer import checkpoint as files
 from springtide.trainer.checkpoint import CheckpointError
@@ -97,6 +98,7 @@ class Rank:
         self._config: Config | None = None
         self._store: WeightStore | None = None
         self._world = Collective()
+        self._pace: Pace | None = None
         self.version = -1
         self.refused = 0
 
@@ -128,6 +130,7 @@ class Rank:
         if world is not None:
             self._world = Collective.join(**world, device=device)
             device = str(self._world.device)
+        self._pace = Pace.of(self._config, role)
         torch.manual_seed(self._config.run.seed)
         torch.use_deterministic_algorithms(True, warn_only=True)
         state, extra = files.read_state(Path(checkpoint)) if checkpoint else ({}, None)
@@ -152,7 +155,9 @@ class Rank:
 
     def status(self) -> dict[str, Any]:
         steps = self._optimizer.steps if self._optimizer else 0
-        return {"version": self.version, "steps": steps, "refused": self.refused, "ready": self._policy is not None}
+        counts = self._pace.counts if self._pace else {}
+        ready = self._policy is not None
+        return {"version": self.version, "steps": steps, "refused": self.refused, "ready": ready, "pace": counts}
 
     def train(
         self,
@@ -380,7 +385,7 @@ class Rank:
 
     def _shape(self, temperature: float) -> Shape:
         assert self._config is not None
-        return Shape(self._config.trainer.micro_tokens, self._config.trainer.logit_chunk, temperature)
+        return Shape(self._config.trainer.micro_tokens, self._config.trainer.logit_chunk, temperature, self._pace)
 
     def _ready(self) -> tuple[Policy, Config]:
         if self._policy is None or self._config is None:

@@ -16,30 +16,37 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
+from rich.console import Console
+
+from springtide import pace
 from springtide.chat import check_vocab, load_chat
-from springtide.config import Config, ConfigError, SuiteEntry
+from springtide.config import Config, ConfigError, SuiteEntry, make_config
 from springtide.env.session import EnvironmentUnavailable
 from springtide.env.suite import SuiteError
 from springtide.ledger import Ledger
 from springtide.models.presets import check_weights, max_positions, resolve_model, vocab_size
-from springtide.observe.metrics import Metrics
+from springtide.observe.metrics import Display, Metrics
+from springtide.observe.pace import PaceMeter, scale_for
 from springtide.observe.progress import make_display
-from springtide.observe.sinks import append_lines, open_sinks
+from springtide.observe.sinks import append_lines, open_sinks, read_records
 from springtide.rollout.evaluate import eval_tasks
 from springtide.rundir import RunDirectory, prepare
 from springtide.runtime.local import Runtime, open_runtime
 from springtide.trace import TaskRef
 from springtide.trainer.checkpoint import CheckpointError, read_state
 from springtide.trainer.driver import Driver
+from springtide.trainer.loop import train
 from springtide.trainer.suites import name_suites
 
+_CALIBRATION = {"steps": 2, "minutes": 5.0}
 _DEVICE_S = 120.0  # to import torch and make one tensor: the first touch of a GPU may take half a minute
 
 
 @contextlib.asynccontextmanager
-async def open_run(config: Config, *, resume: bool = False) -> AsyncIterator[Driver]:
+async def open_run(config: Config, *, resume: bool = False, calibrates: bool = False) -> AsyncIterator[Driver]:
     """Check everything that can be checked cheaply, start the run's processes, and hand out its driver.
 
+    calibrates: under `runtime.pace.scale = "auto"` this is the run that measures, not the one that is paced.
     Raises: ConfigError (before anything heavy), SuiteError, ProcessFailed, LedgerError.
     """
     model_dir = await check(config)
@@ -47,8 +54,14 @@ async def open_run(config: Config, *, resume: bool = False) -> AsyncIterator[Dri
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(lock.close)
         events = stack.enter_context(append_lines(directory.events))
-        display = stack.enter_context(make_display(config))
-        metrics = Metrics(open_sinks(config, directory.path), display)
+        display = stack.enter_context(make_display(config, Console(quiet=True) if calibrates else None))
+        given = config
+        if not calibrates:
+            config = await _scaled(config, directory, display, resume=resume)
+        scale = config.runtime.pace.scale
+        paced = config.runtime.pace.device != "none"
+        meter = PaceMeter(1.0 if scale == "auto" else scale) if paced else None
+        metrics = Metrics(open_sinks(config, directory.path), display, meter)
         stack.callback(metrics.close)
         ledger = Ledger(directory.ledger)
         stack.callback(ledger.close)
@@ -75,7 +88,7 @@ async def open_run(config: Config, *, resume: bool = False) -> AsyncIterator[Dri
             if evaluates and not eval_tasks(evals[name], 1, dev=config.eval.dev):
                 kind = "dev tasks" if config.eval.dev else f"tasks in split {split}"
                 raise ConfigError(f"eval: suite {name} has no {kind} at level {tasks[0].level} to evaluate on")
-        directory.begin(config)
+        directory.begin(given)
         driver = Driver(config, directory, runtime, ledger, metrics, catalogs, evals, weights, checkpoint, events)
         if not driver.fresh:
             metrics.resumed(driver.step, driver.elapsed, driver.incarnation)
@@ -88,6 +101,41 @@ async def open_run(config: Config, *, resume: bool = False) -> AsyncIterator[Dri
         finally:
             for watcher in watchers:
                 watcher.cancel()
+
+
+async def _scaled(config: Config, directory: RunDirectory, display: Display, *, resume: bool) -> Config:
+    """`config` with a number for `runtime.pace.scale`: what a first start of this run found, or now a short run that is
+    held back by nothing. Raises: ConfigError."""
+    if config.runtime.pace.device == "none" or config.runtime.pace.scale != "auto":
+        return config
+    if not (resume and directory.pace.exists()):
+        display.doing("calibrating the pace")
+        trial = _calibration(config, directory)
+        shutil.rmtree(trial.run_dir, ignore_errors=True)
+        async with open_run(trial, calibrates=True) as driver:
+            await train(driver)
+        scale = scale_for(read_records(RunDirectory(trial.run_dir).metrics), config.engine.ranks)
+        if scale is None:
+            minutes = _CALIBRATION["minutes"]
+            raise ConfigError(
+                f"runtime.pace.scale: no step ended within the calibration's {minutes:g} minutes; give a number"
+            )
+        directory.write_json(directory.pace, {"scale": scale})
+    scale = json.loads(directory.pace.read_text())["scale"]
+    display.note(f"the pace's scale is {scale:g} (from {directory.pace})")
+    table = config.runtime.pace.model_copy(update={"scale": scale})
+    return config.model_copy(update={"runtime": config.runtime.model_copy(update={"pace": table})})
+
+
+def _calibration(config: Config, directory: RunDirectory) -> Config:
+    """A short run of the same load: nothing but its steps, whatever its episodes earn."""
+    tree = config.model_dump(mode="json")
+    tree["run"] |= {"dir": str(directory.path), "name": "calibration", **_CALIBRATION}
+    tree["trainer"]["cold_start"]["steps"] = 0
+    tree["algorithm"]["equal_rewards"] = "keep"
+    tree["eval"] |= {"every": 0, "at_ends": False}
+    tree["observe"] = {"progress": False, "report": False}
+    return make_config(tree)
 
 
 async def _list_tasks(runtime: Runtime, entry: SuiteEntry, split: str) -> tuple[TaskRef, ...]:
@@ -121,6 +169,7 @@ async def check(config: Config) -> Path:
     for i, (entry, name) in enumerate(zip(config.suites, names, strict=True)):
         if name in names[:i]:
             raise ConfigError(f"suites: {entry.use} is called {name}, as one before it is; rename one")
+    pace.check(config)
     return model_dir
 
 

@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from springtide.algorithms.losses import LossSums, Tokens, policy_loss
 from springtide.algorithms.losses.supervised import supervised
 from springtide.config import Algorithm
+from springtide.pace import Pace
 from springtide.trace import version_step
 from springtide.trainer.data import Row, StepData
 from springtide.trainer.model import Policy
@@ -68,11 +69,17 @@ def merge(sums: Sums, parts: Sequence[dict[str, Any]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How the work is cut and what the logits are divided by."""
+    """How the work is cut, what the logits are divided by, and the device it is held to, if any."""
 
     micro_tokens: int
     logit_chunk: int
     temperature: float
+    pace: Pace | None = None
+
+    def hold(self, kind: Literal["logprobs", "forward", "backward"], rows: list[Row], batch: MicroBatch) -> None:
+        """Under a pace, wait until its device would have done this work."""
+        if self.pace is not None:
+            self.pace.micro_batch(kind, batch.ids.numel(), [len(row) for row in rows])
 
 
 def accumulate_policy(policy: Policy, data: StepData, algorithm: Algorithm, shape: Shape, version: int) -> Sums:
@@ -85,7 +92,8 @@ def accumulate_policy(policy: Policy, data: StepData, algorithm: Algorithm, shap
             )
             tokens = _tokens(logprobs, entropy, rows, batch, number, algorithm)
             result = policy_loss(tokens, algorithm)
-        _backward(sums, result)
+            shape.hold("forward", rows, batch)
+        _backward(sums, result, shape, rows, batch)
         _measure(sums, tokens, rows, version)
     return sums
 
@@ -97,7 +105,8 @@ def accumulate_supervised(policy: Policy, data: StepData, shape: Shape) -> Sums:
         with timed(sums, "forward_s"):
             logprobs = policy.logprobs(batch, shape.temperature, shape.logit_chunk)
             result = supervised(logprobs, _gather([np.full(len(r.at), r.weight) for r in rows], policy.device))
-        _backward(sums, result)
+            shape.hold("forward", rows, batch)
+        _backward(sums, result, shape, rows, batch)
     return sums
 
 
@@ -108,6 +117,7 @@ def compute_logprobs(policy: Policy, data: StepData, shape: Shape) -> list[np.nd
     with torch.no_grad():
         for rows, batch in _micro_batches(policy, data, shape, Sums()):
             values = policy.logprobs(batch, shape.temperature, shape.logit_chunk).cpu().numpy()
+            shape.hold("logprobs", rows, batch)
             parts = np.split(values, np.cumsum([len(r.at) for r in rows])[:-1])
             for row, part in zip(rows, parts, strict=True):
                 out[place[row.key]] = part
@@ -115,6 +125,8 @@ def compute_logprobs(policy: Policy, data: StepData, shape: Shape) -> list[np.nd
 
 
 def _micro_batches(policy: Policy, data: StepData, shape: Shape, sums: Sums) -> Iterator[tuple[list[Row], MicroBatch]]:
+    if shape.pace is not None:
+        shape.pace.begin()
     start = time.perf_counter()
     largest = max((int(r.ids.max()) for r in data.sequences), default=0)
     if largest >= policy.vocab_size:
@@ -160,11 +172,12 @@ def _present(array: np.ndarray | None, name: str, row: Row) -> np.ndarray:
     return array
 
 
-def _backward(sums: Sums, result: LossSums) -> None:
+def _backward(sums: Sums, result: LossSums, shape: Shape, rows: list[Row], batch: MicroBatch) -> None:
     with timed(sums, "backward_s"):
         result.loss.backward()
         sums.loss += float(result.loss.detach())
         sums.add(result.sums)
+        shape.hold("backward", rows, batch)
 
 
 def _measure(sums: Sums, tokens: Tokens, rows: list[Row], version: int) -> None:

@@ -24,6 +24,7 @@ from springtide.engine.local.kv import BLOCK, Admission, KVCache
 from springtide.engine.local.sampling import uniforms
 from springtide.engine.protocol import EngineError, Generation, Sampling
 from springtide.models.decoder import Decoder
+from springtide.schedule.roofline import causal_pairs
 from springtide.trace import common_start
 
 Done = Callable[[Generation | EngineError], None]
@@ -132,6 +133,7 @@ class EngineCore:
         self.newest = -1
         self.counts: Counter[str] = Counter()
         self.paused_s: Callable[[], float] = lambda: 0.0  # seconds stood still so far; its owner, who pauses it, knows
+        self.paced: Callable[[int, float, int, int], None] | None = None  # in each forward; see `Pace.engine_step`
         self.waiting: list[Request] = []
         self._turns: dict[int, Turn] = {}  # by slot
         self._decoding: dict[int, np.ndarray] = {}  # version -> slots that decode
@@ -376,7 +378,7 @@ class EngineCore:
             rows_read = None if wanted is None else torch.from_numpy(wanted).to(decoder.device)
             hidden = decoder.forward(fed, self.kernels, rows_read)
         slots.kv[decoding] += 1
-        self._sample(version, hidden, decoding, sampled, shared)
+        drawn = self._draw(decoder, hidden, decoding, sampled, shared)
         offset = count + len(sampled)
         for turn, _, n, first_target in forced:
             assert hidden is not None and turn.request.forced is not None
@@ -384,16 +386,28 @@ class EngineCore:
             targets = turn.request.forced[first_target : first_target + n]
             turn.forced_logprobs.append(target_logprobs(decoder, hidden[offset : offset + n], targets, inverse))
             offset += n
+        if self.paced is not None:  # before anyone gets what this step made
+            context = int(slots.kv[decoding].sum()) + sum(len(t.request.ids) for t in shared)
+            pairs = sum(causal_pairs(n, int(where[first])) for first, n in runs)
+            self.paced(row - count, pairs, count + len(shared), context)
+        if drawn is not None:
+            self._advance(version, *drawn)
         self._end_filling(version, filled)
 
-    def _sample(
-        self, version: int, hidden: torch.Tensor | None, decoding: np.ndarray, sampled: list[Turn], shared: list[Turn]
-    ) -> None:
-        slots, decoder = self.slots, self.decoders[version]
+    def _draw(
+        self,
+        decoder: Decoder,
+        hidden: torch.Tensor | None,
+        decoding: np.ndarray,
+        sampled: list[Turn],
+        shared: list[Turn],
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """Draw the next token of every slot that has its state: slots int32 [R], ids int32 [R], log-probs [R]."""
+        slots = self.slots
         new = sampled + shared
         drawn = np.concatenate((decoding, np.array([t.slot for t in new], np.int32))) if new else decoding
         if not len(drawn):
-            return
+            return None
         parts = [] if hidden is None else [hidden[: len(decoding) + len(sampled)]]
         parts += [t.admission.hidden[None] for t in shared]  # type: ignore[index]
         states = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -413,8 +427,13 @@ class EngineCore:
         for turn in new:
             slots.kv[turn.slot] = len(turn.request.ids)
         self.counts["generated"] += len(drawn)
+        return drawn, ids, logprobs
+
+    def _advance(self, version: int, drawn: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Finish the turns that `ids` end; the others decode on."""
+        slots = self.slots
         stopped = (ids[:, None] == slots.stop[drawn]).any(1)
-        ended = stopped | (made + 1 >= slots.limit[drawn])
+        ended = stopped | (slots.made[drawn] >= slots.limit[drawn])
         bad = ~np.isfinite(logprobs)
         if bad.any():
             ended |= bad

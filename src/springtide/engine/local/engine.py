@@ -26,6 +26,7 @@ from springtide.engine.local.kv import BLOCK
 from springtide.engine.local.native import NativePaged, library, supports
 from springtide.engine.protocol import EngineError, EngineStats, Generation, Sampling
 from springtide.models.decoder import Decoder, DecoderConfig, sequence_logprobs
+from springtide.pace import Pace
 from springtide.weights.store import FingerprintMismatch, WeightStore
 
 # Replies leave and requests arrive in a few turns of the event loop; without these a request waits several steps.
@@ -112,13 +113,14 @@ class Clock:
 class LocalEngine:
     """Implements `engine.protocol.Engine`. Use `async with LocalEngine.open(settings) as engine`."""
 
-    def __init__(self, settings: EngineSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: EngineSettings, pace: Pace | None = None) -> None:
+        self.settings, self._pace = settings, pace
         self.config = DecoderConfig.read(Path(settings.model))
         self.core = make_core(self.config, settings)
         self.store = WeightStore(Path(settings.store))
         self.clock = Clock()
         self.core.paused_s = self.clock.paused
+        self.core.paced = pace.engine_step if pace else None
         self._pinned: set[int] = set()
         self._paused = False
         self._wake = asyncio.Event()
@@ -127,8 +129,8 @@ class LocalEngine:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, settings: EngineSettings) -> AsyncIterator[LocalEngine]:
-        engine = cls(settings)
+    async def open(cls, settings: EngineSettings, pace: Pace | None = None) -> AsyncIterator[LocalEngine]:
+        engine = cls(settings, pace)
         async with asyncio.TaskGroup() as tasks:
             loop = tasks.create_task(engine._run(), name="engine steps")
             try:
@@ -155,6 +157,8 @@ class LocalEngine:
     async def _sleep(self) -> None:
         self._wake.clear()
         await self._wake.wait()
+        if self._pace:
+            self._pace.begin()
 
     # --- turns ------------------------------------------------------------------------------------------------
 
@@ -337,6 +341,7 @@ class LocalEngine:
             "prefixes": len(core.cache.prefixes),
             "pinned": sorted(self._pinned),
             "kernels": type(core.kernels).__name__,
+            **({"pace": self._pace.counts} if self._pace else {}),
         }
         return EngineStats(
             versions=tuple(core.decoders),
