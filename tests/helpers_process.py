@@ -18,6 +18,8 @@ async def echo(socket_path: str, args: dict[str, Any]) -> None:
             return os.getpid()
         if method == "prefix":  # whose virtual environment
             return sys.prefix
+        if method == "take":  # a version, as a program that holds a role
+            args["took"] = (*args.get("took", ()), payload["version"])
         if method == "spawn":  # a grandchild that would outlive us if nobody cared
             return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
         if method == "block":  # the event loop

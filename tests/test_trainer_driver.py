@@ -17,7 +17,9 @@ from springtide.wire import ConnectionLost
 
 
 class Lost:
-    async def call(self, method: str, **payload: Any) -> None:
+    """A rank that died, and does not come up again."""
+
+    async def call_again(self, method: str, **payload: Any) -> None:
         await asyncio.sleep(0.01)
         raise ConnectionLost(f"reference went away ({method})")
 
@@ -25,7 +27,7 @@ class Lost:
 class Busy:
     cancelled = False
 
-    async def call(self, method: str, **payload: Any) -> None:
+    async def call_again(self, method: str, **payload: Any) -> None:
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:

@@ -79,6 +79,36 @@ class EngineTable(Table):
     device: str = Field("cpu", description="the torch device of the engines")
 
 
+Seat = Literal["rollout", "reference", "trainer", "worker", "env"]  # a rank's role, a rollout or environment worker
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class RayTable(Table):
+    address: str | None = Field(
+        None, description="HOST:PORT of a cluster's head, or auto; unset: a Ray of its own, here"
+    )
+    object_store_mb: int = Field(
+        80, ge=80, le=10**6, description="memory of that Ray's object store, which stays empty"
+    )
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+        "PACK", description="of the run's placement group: on few nodes, or on many"
+    )
+    ports: tuple[Port, Port] = Field((0, 0), description="range that processes listen in; 0, 0: any that is free")
+    resources: dict[Seat, dict[str, Annotated[float, Field(ge=0, le=1e6)]]] = Field(
+        {}, description="what a process of a kind takes of its node; else 1 CPU, and 1 GPU where its device is cuda"
+    )
+    labels: dict[Seat, dict[str, str]] = Field({}, description="labels of the nodes that a kind of process may use")
+
+    @model_validator(mode="after")
+    def _usable_places(self) -> RayTable:
+        if self.ports[0] > self.ports[1] or (self.ports[0] == 0) != (self.ports[1] == 0):
+            raise ValueError(f"ports: {self.ports} is no range of ports; give the lowest and the highest")
+        for kind, amounts in self.resources.items():
+            if not any({"CPU": 1.0, **amounts}.values()):
+                raise ValueError(f"resources.{kind}: nothing is left; Ray places only what takes something")
+        return self
+
+
 class PaceTable(Table):
     device: Literal["none", "h100", "h200", "a100", "h20"] = Field(
         "none", description="the GPU whose time engines and trainers take for their work; none: as fast as they can"
@@ -95,13 +125,14 @@ class PaceTable(Table):
 
 
 class RuntimeTable(Table):
-    kind: Literal["local"] = Field("local", description="all processes on this machine")
+    kind: Literal["local", "ray"] = Field("local", description="all processes on this machine, or on a Ray cluster")
     rollout_workers: Processes = Field(1, description="processes that play episodes: rendering, parsing, agent loop")
     env_workers: Processes = Field(1, description="processes that environments run in, many episodes in each")
     start_s: Seconds = Field(120.0, description="deadline for any process of the run to start")
     silent_s: float = Field(
         60.0, ge=0.1, le=60, description="one that answers nothing for so long is killed, and has crashed"
     )
+    ray: RayTable = RayTable()
     pace: PaceTable = PaceTable()
 
 
@@ -373,6 +404,13 @@ RESUMABLE = frozenset(
         "runtime.env_workers",
         "runtime.start_s",
         "runtime.silent_s",
+        "runtime.kind",
+        "runtime.ray.address",
+        "runtime.ray.labels",
+        "runtime.ray.object_store_mb",
+        "runtime.ray.ports",
+        "runtime.ray.resources",
+        "runtime.ray.strategy",
         "trainer.checkpoint_every",
         "trainer.checkpoint_keep",
         "trainer.ranks",
@@ -422,16 +460,16 @@ def make_config(data: dict[str, Any]) -> Config:
 
 
 def changed_keys(old: Config, new: Config) -> set[str]:
-    """Dotted keys whose values differ; a suites list counts as one key."""
+    """Dotted keys whose values differ; a list counts as one key, and so does a table with keys of the user's own."""
 
     def walk(a: Any, b: Any, prefix: str) -> set[str]:
-        if isinstance(a, dict) and isinstance(b, dict):
+        if isinstance(a, Table):
             return set().union(
-                *(walk(a.get(k), b.get(k), f"{prefix}.{k}" if prefix else k) for k in a.keys() | b.keys())
+                *(walk(getattr(a, k), getattr(b, k), f"{prefix}.{k}" if prefix else k) for k in type(a).model_fields)
             )
         return set() if a == b else {prefix}
 
-    return walk(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
+    return walk(old, new, "")
 
 
 def _line(error: Any) -> str:

@@ -195,7 +195,7 @@ class Process:
     def failure(self, when: str = "") -> ProcessFailed:
         """The error to raise when the child ended by itself."""
         return ProcessFailed(
-            f"{self.ending()}{when}; {_tail(self.log_path)}", killed=self.returncode == -signal.SIGKILL
+            f"{self.ending()}{when}; {log_tail(self.log_path)}", killed=self.returncode == -signal.SIGKILL
         )
 
 
@@ -284,7 +284,7 @@ async def _connect(process: Process, child: asyncio.subprocess.Process, socket_p
             return opener.result()
         if waiter.done():
             raise process.failure(" while starting")
-        raise ProcessFailed(f"{opener.exception()}; {_tail(process.log_path)}")
+        raise ProcessFailed(f"{opener.exception()}; {log_tail(process.log_path)}")
     finally:
         for task in (waiter, opener):
             if not task.done():
@@ -307,7 +307,8 @@ async def _end(child: asyncio.subprocess.Process) -> None:
     await child.wait()
 
 
-def _tail(path: Path, lines: int = 12) -> str:
+def log_tail(path: Path, lines: int = 12) -> str:
+    """The end of a log, for an error's text."""
     try:
         text = path.read_text(errors="replace").strip().splitlines()[-lines:]
     except OSError:

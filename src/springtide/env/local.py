@@ -23,7 +23,15 @@ from typing import Any
 
 from springtide.env.remote import RemoteSession, open_remote, unavailable
 from springtide.env.session import EnvironmentUnavailable
-from springtide.process import SILENT_S, Process, ProcessFailed, root_cause, scratch_directory, start_process
+from springtide.process import (
+    SILENT_S,
+    Launcher,
+    ProcessFailed,
+    Supervised,
+    root_cause,
+    scratch_directory,
+    start_process,
+)
 from springtide.trace import TaskRef
 from springtide.wire import Client, ConnectionLost, DeadlineExceeded, RemoteError
 
@@ -47,6 +55,7 @@ _LOST = (ConnectionLost, DeadlineExceeded, RemoteError)
 class LocalRunner:
     """`workers` processes that play `suites` (names or FILE.py:Class). Use it as `async with`.
 
+    launch, directory: how each is started, and where its address lies (default: here, and a directory of its own).
     `addresses` are what clients are given. Raises: ProcessFailed, on entry if a worker does not start, and in the
     block (whose task is cancelled) if one cannot be started again.
     """
@@ -62,12 +71,14 @@ class LocalRunner:
         drain_s: float = DRAIN_S,
         start_s: float = 120.0,
         silent_s: float = SILENT_S,
+        launch: Launcher = start_process,
+        directory: Path | None = None,
     ) -> None:
         self._args = {"suites": list(suites), "lease_s": lease_s, "block_s": block_s, "log_dir": str(log_dir)}
-        self._workers, self._log_dir = workers, log_dir
+        self._workers, self._log_dir, self._launch, self._directory = workers, log_dir, launch, directory
         self._block_s, self._drain_s, self._start_s, self._silent_s = block_s, drain_s, start_s, silent_s
         self._counts: Counter[str] = Counter()
-        self._running: dict[Process, Counter[str]] = {}
+        self._running: dict[Supervised, Counter[str]] = {}
         self._held = contextlib.ExitStack()
         self.addresses: tuple[str, ...] = ()
 
@@ -89,7 +100,7 @@ class LocalRunner:
     async def __aenter__(self) -> LocalRunner:
         loop = asyncio.get_running_loop()
         self._entered_by, self._interrupted = asyncio.current_task(), False
-        directory = self._held.enter_context(scratch_directory("springtide-env-"))
+        directory = self._directory or self._held.enter_context(scratch_directory("springtide-env-"))
         self.addresses = tuple(f"{directory}/w{i}" for i in range(self._workers))
         started: list[asyncio.Future[None]] = [loop.create_future() for _ in self.addresses]
         self._task = asyncio.create_task(self._supervise_all(started))
@@ -161,7 +172,7 @@ class LocalRunner:
         """One worker from start to end."""
         name = f"env-{Path(life.address).name}"
         try:
-            async with start_process(
+            async with self._launch(
                 name,
                 "springtide.env.worker:main",
                 self._args,
@@ -180,7 +191,7 @@ class LocalRunner:
         except ProcessFailed as error:
             life.up.set_exception(error)
 
-    async def _watch(self, process: Process, life: _Life) -> None:
+    async def _watch(self, process: Supervised, life: _Life) -> None:
         """Return when the worker ended, or was replaced and has nothing left to do."""
         drain_until = 0.0
         while not process.exited.is_set():

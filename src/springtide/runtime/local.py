@@ -1,9 +1,9 @@
-"""The local runtime: every program of a run as a process of this machine, one torch thread each.
+"""The runtime: every program of a run in a process of its own, one torch thread each.
 
-Owns: which processes a run has, what each is started with, and who reaches whom. Invariants: bulk data goes from a
-rollout worker to a file to the trainer, and from the trainer to the store to an engine, never through the driver; a
-restarted engine holds the versions its predecessor held before anyone uses it; nothing outlives the block, nor a driver
-that was killed in it.
+Owns: which processes a run has, what each is started with, and who reaches whom (where they live: `runtime.launch`).
+Invariants: bulk data goes from a rollout worker to a file to the trainer, and from the trainer to the store to an
+engine, never through the driver; a restarted engine holds the versions its predecessor held before anyone uses it;
+nothing outlives the block, nor a driver that was killed in it.
 Called by: the driver (`open_run`).
 """
 
@@ -22,8 +22,10 @@ from typing import Any
 from springtide.config import Config, ConfigError
 from springtide.engine.protocol import EngineStats
 from springtide.env.local import LocalClient, LocalRunner
+from springtide.models.presets import resolve_model
 from springtide.process import CONTROL_S, scratch_directory, task_group
-from springtide.runtime.ranks import Pool, Rank, keep_alive
+from springtide.runtime.launch import open_places
+from springtide.runtime.ranks import Pool, Program, Rank, keep_alive
 from springtide.runtime.world import World
 from springtide.weights.pins import Pins
 from springtide.wire import ConnectionLost
@@ -139,15 +141,9 @@ async def open_runtime(
     """
     start_s, silent_s = config.runtime.start_s, config.runtime.silent_s
     tree = config.model_dump(mode="json")
-    env = LocalRunner(
-        tuple(s.use for s in config.suites),
-        config.runtime.env_workers,
-        run / "logs",
-        start_s=start_s,
-        silent_s=silent_s,
-    )
+    seats = _seats(config)
 
-    def rank(name: str, entry: str, args: dict[str, Any], *, restart: bool, **more: Any) -> Rank:
+    def rank(name: str, entry: str | None, args: dict[str, Any], *, restart: bool, **more: Any) -> Rank:
         return Rank(
             name,
             entry,
@@ -157,29 +153,48 @@ async def open_runtime(
             start_s=start_s,
             restart=restart,
             silent_s=silent_s,
+            launch=places.launch,
             **more,
         )
+
+    def seated(role: str) -> list[str]:
+        return [name for name, held in seats.items() if held == role]
 
     async def prepare(engine: Rank) -> None:
         await runtime.prepare_engine(engine)
 
     async with contextlib.AsyncExitStack() as stack:
-        weights = stack.enter_context(weights_directory(run, Path(config.weights.dir) if config.weights.dir else None))
-        sockets = stack.enter_context(scratch_directory())
+        # Ranks of several nodes need what they all see; where that cannot be written is said before any process starts.
+        configured = Path(config.weights.dir) if config.weights.dir else None
+        if configured is not None:
+            weights = stack.enter_context(weights_directory(run, configured))
+        places = await stack.enter_async_context(open_places(config, run, seats))
+        sockets = places.directory
+        if configured is None:
+            weights = stack.enter_context(weights_directory(run, places.weights))
+        env = LocalRunner(
+            tuple(s.use for s in config.suites),
+            config.runtime.env_workers,
+            run / "logs",
+            start_s=start_s,
+            silent_s=silent_s,
+            launch=places.launch,
+            directory=sockets,
+        )
         await stack.enter_async_context(env)
         engines = [
             rank(
-                f"engine-{i}",
+                name,
                 "springtide.engine.server:main",
                 {"model": str(model_dir), "store": str(weights), "config": tree},
                 restart=True,
                 prepare=prepare,
             )
-            for i in range(config.engine.ranks)
+            for name in seated("rollout")
         ]
         workers = [
             rank(
-                f"rollout-{i}",
+                name,
                 "springtide.rollout.worker:main",
                 {
                     "model_dir": str(model_dir),
@@ -191,7 +206,7 @@ async def open_runtime(
                 },
                 restart=True,
             )
-            for i in range(config.runtime.rollout_workers)
+            for name in seated("worker")
         ]
         init: dict[str, Any] = {"config": tree, "model": str(model_dir), "store": str(weights)}
         init["checkpoint"] = str(checkpoint) if checkpoint else None
@@ -199,31 +214,43 @@ async def open_runtime(
         trainer = World(
             [
                 rank(
-                    f"trainer-{i}" if size > 1 else "trainer",
+                    name,
                     "springtide.trainer.rank:main",
                     {**init, "world": {"rank": i, "size": size, "meet": meet} if size > 1 else None},
                     restart=False,
                 )
-                for i in range(size)
+                for i, name in enumerate(seated("trainer"))
             ]
         )
-        # Both start without weights: the driver says which the run's start are (after a cold start), and the proximal
-        # policy pulls each step's. Beside an adapter, the trainer has the reference in itself.
-        own_reference = config.trainer.lora.rank > 0 and config.reference.path is None
+        # These are empty until the driver lets them assume the reference's role: which weights the run's start are is
+        # known after a cold start, and the proximal policy pulls each step's. A reference beside an adapter is in the
+        # trainer itself.
+        frozen = {
+            "reference": resolve_model(config.reference.path) if config.reference.path else run / "start",
+            "proximal": model_dir,
+        }
         idle = {
-            name: rank(name, "springtide.trainer.rank:main", {}, restart=False)
-            for name, needed in (
-                ("reference", config.algorithm.kl_coef > 0 and not own_reference),
-                ("proximal", config.algorithm.old_logprobs == "recompute"),
+            name: rank(
+                name,
+                None,
+                {},
+                restart=True,
+                roles={
+                    "reference": Program(
+                        "springtide.trainer.rank:main",
+                        {"config": tree, "model": str(frozen[name]), "store": str(weights), "role": "reference"},
+                        take="pull",
+                    )
+                },
             )
-            if needed
+            for name in seated("reference")
         }
         catalog = await stack.enter_async_context(LocalClient(env.addresses))
         runtime = Runtime(
             env,
             catalog,
             trainer,
-            trainer if config.algorithm.kl_coef > 0 and own_reference else idle.get("reference"),
+            trainer if config.algorithm.kl_coef > 0 and "reference" not in idle else idle.get("reference"),
             idle.get("proximal"),
             engines,
             workers,
@@ -235,6 +262,19 @@ async def open_runtime(
         )
         await stack.enter_async_context(keep_alive([*trainer.ranks, *engines, *workers, *idle.values()]))
         yield runtime
+
+
+def _seats(config: Config) -> dict[str, str]:
+    """Every process of a run by name: its rank's role, or `worker`, or `env`."""
+    size, own_reference = config.trainer.ranks, config.trainer.lora.rank > 0 and config.reference.path is None
+    seats = {f"trainer-{i}" if size > 1 else "trainer": "trainer" for i in range(size)}
+    if config.algorithm.kl_coef > 0 and not own_reference:
+        seats["reference"] = "reference"
+    if config.algorithm.old_logprobs == "recompute":
+        seats["proximal"] = "reference"
+    seats |= {f"engine-{i}": "rollout" for i in range(config.engine.ranks)}
+    seats |= {f"rollout-{i}": "worker" for i in range(config.runtime.rollout_workers)}
+    return seats | {f"env-w{i}": "env" for i in range(config.runtime.env_workers)}
 
 
 @contextlib.contextmanager

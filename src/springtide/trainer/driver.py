@@ -21,7 +21,6 @@ from typing import Any
 from springtide.algorithms.advantages import GroupRewards, Member, RunningMoments, advantages, consumed
 from springtide.config import Config
 from springtide.ledger import Ledger
-from springtide.models.presets import resolve_model
 from springtide.observe.metrics import Metrics, Summary, commit, summarise
 from springtide.observe.plots import label_of
 from springtide.observe.sinks import plain, read_records
@@ -32,6 +31,7 @@ from springtide.rollout.feeder import BrokenRun, Feeder, Versions
 from springtide.rollout.pool import play_once
 from springtide.rundir import RunDirectory
 from springtide.runtime.local import Runtime
+from springtide.runtime.ranks import Rank
 from springtide.schedule.policies import Batch, Bounds, Wait, choose_batch, make_policy
 from springtide.schedule.readiness import Began, Evaluation, Readiness, StepEnded, StepStarted, event_to_json
 from springtide.schedule.sampling import UniformSampler
@@ -440,7 +440,7 @@ class Driver:
             for member, _, _, _, loss_tokens in s["members"]
             if loss_tokens > 0
         )
-        reply = await reference.call("kl", deadline_s=_STEP_S, items=items)
+        reply = await reference.call_again("kl", deadline_s=_STEP_S, items=items)
         return {(visit, member): algorithm.kl_coef * kl for visit, member, kl in reply["kl"]}
 
     def _group_file(self, visit: int) -> str:
@@ -458,30 +458,19 @@ class Driver:
             for key, rank, weights in whose:
                 if rank is not None:
                     out = files[key] = str(self.directory.path / f"{key}.msgpack")
-                    tasks.create_task(rank.call("logprobs", deadline_s=_STEP_S, items=items, out=out, **weights))
+                    tasks.create_task(rank.call_again("logprobs", deadline_s=_STEP_S, items=items, out=out, **weights))
         return files
 
     async def open_frozen(self) -> None:
         """Give the reference the weights of the run's start, and the proximal policy a model to pull into."""
-        start = self.directory.path / "start"
-        configured, reference = self.config.reference.path, self._runtime.reference
+        start, reference = self.directory.path / "start", self._runtime.reference
         if reference is self._runtime.trainer:
             reference = None  # it has them
-        if reference is not None and not start.exists() and configured is None:
+        if reference is not None and not start.exists() and self.config.reference.path is None:
             await self._runtime.trainer.call("export", deadline_s=_STEP_S, path=str(start))
-        for rank, model in (
-            (reference, str(resolve_model(configured)) if configured else str(start)),
-            (self._runtime.proximal, str(self._runtime.model_dir)),
-        ):
-            if rank is not None:
-                await rank.call(
-                    "init",
-                    deadline_s=self.config.runtime.start_s,
-                    config=self.config.model_dump(mode="json"),
-                    model=model,
-                    store=str(self._runtime.weights),
-                    role="reference",
-                )
+        for rank in (reference, self._runtime.proximal):
+            if isinstance(rank, Rank):
+                await rank.assume("reference", None, deadline_s=self.config.runtime.start_s)
 
     async def _tell_cold_start(self, steps: int) -> None:
         """Tell the display how far the trainer's cold start is, until cancelled."""
