@@ -8,6 +8,7 @@ Called by: environment workers, through `SUITE`.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -77,10 +78,14 @@ def _is_fair(question: Question, level: str) -> bool:
 
 def make_question(task: Task, library: Library) -> Question:
     """The question of a task. Raises: RuntimeError if data/draws.json does not fit the code."""
-    draw = library.draws(task.level, task.split)[task.index]
-    question = draw_question(task.level, task.split, task.seed, draw, library)
+    return _make_question(library, task.id, task.level, task.split, task.index, task.seed)
+
+
+@functools.lru_cache(64)  # a group's members start one after another, with one question
+def _make_question(library: Library, name: str, level: str, split: str, index: int, seed: int) -> Question:
+    question = draw_question(level, split, seed, library.draws(level, split)[index], library)
     if question is None:
-        raise RuntimeError(f"{task.id}: data/draws.json is out of date; run scripts/build_db_data.py")
+        raise RuntimeError(f"{name}: data/draws.json is out of date; run scripts/build_db_data.py")
     return question
 
 
