@@ -15,9 +15,9 @@ LIGHT = ("schedule", "env", "suites", "chat", "trace", "wire", "config", "ledger
 
 
 def room(module: str) -> str:
-    """The package a module belongs to. nano's builder is a program of its own above the rest of `models`."""
+    """The package a module belongs to."""
     parts = module.split(".")[1:]
-    return "models.nano" if parts[:2] == ["models", "nano"] else parts[0] if parts else "springtide"
+    return parts[0] if parts else "springtide"
 
 
 def imports(source: Path) -> dict[str, set[str]]:

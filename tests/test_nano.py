@@ -11,17 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripts.nano import training
+from scripts.nano.dialogue import Dialogue, Turn, call_text, encode
+from scripts.nano.drills import DRILLS, Lexicon
+from scripts.nano.following import follow
+from scripts.nano.gold import GOLD_TASKS, SUITES, Seen, see, training_tasks
+from scripts.nano.network import hidden_states
+from scripts.nano.packaging import package
 
 import springtide
 from springtide.chat import Chat, check_vocab, load_chat
 from springtide.config import load_config
-from springtide.models.nano import training
-from springtide.models.nano.dialogue import Dialogue, Turn, call_text, encode
-from springtide.models.nano.drills import DRILLS, Lexicon
-from springtide.models.nano.following import follow
-from springtide.models.nano.gold import GOLD_TASKS, SUITES, Seen, see, training_tasks
-from springtide.models.nano.network import hidden_states
-from springtide.models.nano.packaging import package
 from springtide.models.presets import resolve_model
 from springtide.trace import Message, ToolCall
 

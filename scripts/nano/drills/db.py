@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import random
 
-from springtide.models.nano.dialogue import Call, Dialogue, Signatures, Turn
-from springtide.models.nano.drills.words import Lexicon
+from scripts.nano.dialogue import Call, Dialogue, Signatures, Turn
+from scripts.nano.drills.words import Lexicon
+
 from springtide.suites.db.catalog import GROUPS, Column, Role, Table, databases
 from springtide.suites.db.naming import draw_names, plural
 

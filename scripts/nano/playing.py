@@ -9,11 +9,12 @@ import asyncio
 import tempfile
 from pathlib import Path
 
+from scripts.nano.gold import LEVEL, SUITES
+
 from springtide.chat import load_chat
 from springtide.engine.local.engine import EngineSettings, LocalEngine
 from springtide.env import InProcessClient
 from springtide.models.decoder import read_checkpoint
-from springtide.models.nano.gold import LEVEL, SUITES
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary, play, summarise
 from springtide.rollout.evaluate import EvalResult, eval_tasks, evaluate
 from springtide.trace import TaskRef, Trajectory

@@ -13,8 +13,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from scripts.nano.dialogue import Call, Dialogue, Signatures, Turn
+
 from springtide.env import InProcessClient
-from springtide.models.nano.dialogue import Call, Dialogue, Signatures, Turn
 from springtide.trace import Message, TaskRef
 
 SUITES = ("db", "kg", "household")

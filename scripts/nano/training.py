@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scripts.nano.dialogue import END, PAD, Dialogue, encode
+from scripts.nano.drills import DRILLS, Lexicon
+from scripts.nano.gold import Seen
+from scripts.nano.network import hidden_states, make_config, make_model
 from tokenizers import Tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from springtide.models.nano.dialogue import END, PAD, Dialogue, encode
-from springtide.models.nano.drills import DRILLS, Lexicon
-from springtide.models.nano.gold import Seen
-from springtide.models.nano.network import hidden_states, make_config, make_model
 from springtide.trace import atomic_write
 from springtide.trainer.muon import Muon
 

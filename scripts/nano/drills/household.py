@@ -10,8 +10,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from springtide.models.nano.dialogue import Dialogue, Signatures, Turn
-from springtide.models.nano.drills.words import Lexicon
+from scripts.nano.dialogue import Dialogue, Signatures, Turn
+from scripts.nano.drills.words import Lexicon
+
 from springtide.suites.household.phrases import OOD_PHRASES, PHRASES
 from springtide.suites.household.tables import COLOURS, RECEPTACLES, THINGS
 

@@ -11,11 +11,11 @@ Called by: the builder, tests.
 import random
 from collections.abc import Callable
 
-from springtide.models.nano.dialogue import Dialogue
-from springtide.models.nano.drills.db import db_drill
-from springtide.models.nano.drills.household import household_drill
-from springtide.models.nano.drills.kg import kg_drill
-from springtide.models.nano.drills.words import Lexicon
+from scripts.nano.dialogue import Dialogue
+from scripts.nano.drills.db import db_drill
+from scripts.nano.drills.household import household_drill
+from scripts.nano.drills.kg import kg_drill
+from scripts.nano.drills.words import Lexicon
 
 DRILLS: dict[str, Callable[[random.Random, Lexicon], Dialogue]] = {
     "db": db_drill,

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from scripts.nano.dialogue import END, PAD
+from scripts.nano.tokenizer import write_tokenizer
 from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
-
-from springtide.models.nano.dialogue import END, PAD
-from springtide.models.nano.tokenizer import write_tokenizer
 
 MOST_BYTES = 5_000_000
 

@@ -3,7 +3,7 @@
 Owns: how text is cut before merging, which pieces of syntax are tokens of their own, and the template. Invariants: a
 word is cut the same way wherever it stands (a space is never part of it, camelCase falls into its words, digits stand
 alone), so a name of the prompt is copied token by token into a call; at most 2,048 tokens; no merge is spent on syntax.
-Called by: `python -m springtide.models.nano tokenizer`, tests.
+Called by: `python -m scripts.nano tokenizer`, tests.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from scripts.nano.dialogue import END, PAD, SPECIAL, START, Signatures, signature
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from springtide.models.nano.dialogue import END, PAD, SPECIAL, START, Signatures, signature
 
 MOST_TOKENS = 2048
 

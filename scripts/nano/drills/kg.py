@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 
-from springtide.models.nano.dialogue import Call, Dialogue, Signatures, Turn
-from springtide.models.nano.drills.words import Lexicon, plural
+from scripts.nano.dialogue import Call, Dialogue, Signatures, Turn
+from scripts.nano.drills.words import Lexicon, plural
+
 from springtide.suites.kg.schema import QUICK, RELATIONS
 
 TOOLS: Signatures = (

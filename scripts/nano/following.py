@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from scripts.nano.dialogue import Dialogue, encode
+from scripts.nano.network import hidden_states
 from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
-
-from springtide.models.nano.dialogue import Dialogue, encode
-from springtide.models.nano.network import hidden_states
 
 _BATCH = 32
 

@@ -1,4 +1,4 @@
-"""`python -m springtide.models.nano COMMAND`: build springtide-nano, or look at one.
+"""`python -m scripts.nano COMMAND`: build springtide-nano, or look at one.
 
     tokenizer   train the BPE and write it with the template into the package
     train       train from scratch, or on from the checkpoint; writes the checkpoint and its curve
@@ -20,16 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scripts.nano import gold, playing, training
+from scripts.nano.audit import audit, table
+from scripts.nano.drills import DRILLS, Lexicon
+from scripts.nano.following import follow, summary
+from scripts.nano.packaging import package
+from scripts.nano.tokenizer import train_tokenizer, write_tokenizer
 from tokenizers import Tokenizer
 
-from springtide.models.nano import gold, playing, training
-from springtide.models.nano.audit import audit, table
-from springtide.models.nano.drills import DRILLS, Lexicon
-from springtide.models.nano.following import follow, summary
-from springtide.models.nano.packaging import package
-from springtide.models.nano.tokenizer import train_tokenizer, write_tokenizer
+from springtide.models.presets import resolve_model
 
-PACKAGE = Path(__file__).resolve().parent.parent / "springtide-nano"
+PACKAGE = resolve_model("springtide-nano")
 CHECKPOINT = Path("checkpoints/springtide-nano.pt")
 VOCABULARY = 1536
 _CURVE_TASKS = 120
@@ -37,7 +38,7 @@ _CORPUS_DRILLS = 700  # a suite, so that merges know syllables and not only the 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m springtide.models.nano", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.nano", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("command", choices=tuple(COMMANDS))
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)

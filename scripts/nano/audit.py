@@ -14,11 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scripts.nano.dialogue import Dialogue, call_text
+from scripts.nano.following import follow
 from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
-
-from springtide.models.nano.dialogue import Dialogue, call_text
-from springtide.models.nano.following import follow
 
 _SQL = tuple(
     re.compile(pattern)
