@@ -137,7 +137,7 @@ class RuntimeTable(Table):
 
 
 class SuiteEntry(Table):
-    use: str = Field(description="a registered suite, or FILE.py:Class")
+    use: str = Field(description="a registered suite, FILE.py:Class, or a file of data (docs/own_data.md)")
     split: Literal["train", "test", "ood"] = Field("train", description="what is trained on; its dev tenth never is")
     level: str | None = Field(None, description="one of the suite's levels; default: quick, else the suite's first")
     weight: float = Field(
@@ -438,15 +438,20 @@ def load_config(path: Path, sets: tuple[str, ...] = ()) -> Config:
     return _beside(make_config(data), path.parent)
 
 
+_SUITE_FILES = (".py", ".toml", ".jsonl", ".parquet")
+
+
 def _beside(config: Config, directory: Path) -> Config:
     """The configuration with the files of its suites found in its own directory, where there are none from here."""
 
     def found(entry: SuiteEntry) -> SuiteEntry:
-        file, _, name = entry.use.rpartition(":")
+        file, colon, name = entry.use.rpartition(":")
+        if not file.endswith(".py"):
+            file, colon, name = entry.use, "", ""
         near = directory.resolve() / file
-        if not file.endswith(".py") or os.path.isfile(file) or not os.path.isfile(near):
+        if Path(file).suffix not in _SUITE_FILES or os.path.isfile(file) or not os.path.isfile(near):
             return entry
-        return entry.model_copy(update={"use": f"{near}:{name}"})
+        return entry.model_copy(update={"use": f"{near}{colon}{name}"})
 
     return config.model_copy(update={"suites": tuple(map(found, config.suites))})
 

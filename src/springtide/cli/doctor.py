@@ -27,7 +27,7 @@ def doctor() -> None:
 
 @app.command()
 def env(
-    name: Annotated[str, typer.Argument(help="a registered suite, or FILE.py:Class")],
+    name: Annotated[str, typer.Argument(help="a registered suite, FILE.py:Class, or a file of data")],
     level: Annotated[str | None, typer.Option(help="the level to check; default: every level")] = None,
     split: Annotated[str | None, typer.Option(help="train, test or ood; default: all three")] = None,
     tasks: Annotated[int, typer.Option(min=1, help="tasks of every split that are played")] = 8,

@@ -21,7 +21,7 @@ def command(
     target: Annotated[
         str, typer.Argument(help="a run, a Hugging Face directory, a shipped model, or an endpoint's URL")
     ],
-    suite: Annotated[str, typer.Option(help="a registered suite, or FILE.py:Class")],
+    suite: Annotated[str, typer.Option(help="a registered suite, FILE.py:Class, or a file of data")],
     split: Annotated[str, typer.Option(help="train, test or ood")] = "test",
     level: Annotated[
         str | None, typer.Option(help="of the suite; default: the run's, else quick if there is one, else the first")

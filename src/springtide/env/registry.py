@@ -1,4 +1,4 @@
-"""Finding suites by name: an installed entry point, or `FILE.py:Class` of one's own.
+"""Finding suites by name: an installed entry point, `FILE.py:Class` of one's own, or a file of data.
 
 Invariants: importing this loads no suite; a missing one is one line that lists those available.
 Called by: the CLI, environment workers, the checker.
@@ -17,6 +17,7 @@ from springtide.env.environment import Environment
 from springtide.env.suite import Suite, SuiteError
 
 GROUP = "springtide.suites"
+DATA_SUFFIXES = (".toml", ".jsonl", ".parquet")
 
 
 def available_suites() -> tuple[str, ...]:
@@ -25,12 +26,17 @@ def available_suites() -> tuple[str, ...]:
 
 
 def load_suite(name: str) -> Suite:
-    """The suite `name`: an entry point of the group `springtide.suites`, else `FILE.py:Class`. Raises: SuiteError."""
+    """The suite `name`: an entry point of the group `springtide.suites`, `FILE.py:Class`, or a data set's file (see
+    `env.dataset`). Raises: SuiteError."""
     if "\0" in name:
         raise SuiteError(f"suite {name!r}: its name holds a NUL character, which no path can")
     path, separator, attribute = name.rpartition(":")
     if separator and path.endswith(".py"):
-        return _as_suite(_load_file(Path(path).resolve(), name), attribute, name)
+        return _as_suite(load_file(Path(path).resolve(), name), attribute, name)
+    if name.endswith(DATA_SUFFIXES):
+        from springtide.env.dataset import dataset_suite
+
+        return dataset_suite(name)
     for point in importlib.metadata.entry_points(group=GROUP):
         if point.name == name:
             try:
@@ -38,10 +44,13 @@ def load_suite(name: str) -> Suite:
             except ImportError as error:
                 raise SuiteError(f"suite {name} cannot be imported ({error}); install springtide[suites]") from error
             return value if isinstance(value, Suite) else Suite.of(value)
-    raise SuiteError(f"no suite {name!r}; there are {', '.join(available_suites())}, or give FILE.py:Class")
+    raise SuiteError(
+        f"no suite {name!r}; there are {', '.join(available_suites())}, or give FILE.py:Class, or a file of data"
+    )
 
 
-def _load_file(path: Path, name: str) -> Any:
+def load_file(path: Path, name: str) -> Any:
+    """A file of Python as a module, once a process; `name`: the suite that needs it. Raises: SuiteError."""
     if not path.is_file():
         raise SuiteError(f"suite {name}: there is no file {path}")
     module_name = f"springtide_suite_{path.stem}_{abs(hash(str(path))):x}"
