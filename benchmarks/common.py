@@ -473,9 +473,11 @@ _PURPOSE = {
     "goodput": "Tokens that are learned from, a second",
     "household": "What policies without a model reach at each level of household, on `test`",
     "kg": "What policies without a model reach at each level of kg, on `test`",
+    "kills": "How soon a run goes on after a process, an actor or a node is killed, and what is lost",
     "latency": "Asynchronous against synchronous, with tools that answer late",
     "learning": "The quickstart's claim",
     "multitask": "One policy for three suites, and what its two devices are worth",
+    "ray_overhead": "What the Ray runtime costs on one machine",
     "publish": "Publication of weights, fingerprint included, in copies of the same bytes",
 }
 

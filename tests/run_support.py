@@ -39,11 +39,17 @@ def records(config: Config, kind: str = "step") -> list[dict[str, Any]]:
 
 
 def start_run(
-    config: Config, *, resume: bool = False, output: Path | None = None, scratch: Path | None = None
+    config: Config,
+    *,
+    resume: bool = False,
+    output: Path | None = None,
+    scratch: Path | None = None,
+    env: dict[str, str] | None = None,
 ) -> subprocess.Popen[str]:
     """The run through the command line, in a process that may be killed.
 
-    output: a file for what it prints (a pipe that nobody reads holds up a long run). scratch: its temporary files.
+    output: a file for what it prints (a pipe that nobody reads holds up a long run). scratch: its temporary files. env:
+    its environment, if not ours.
     """
     file = config.run_dir.with_suffix(".toml")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +60,7 @@ def start_run(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, **({} if scratch is None else {"TMPDIR": str(scratch)})},
+        env={**(env or os.environ), **({} if scratch is None else {"TMPDIR": str(scratch)})},
     )
 
 

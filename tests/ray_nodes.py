@@ -1,0 +1,83 @@
+"""A Ray cluster on this machine whose nodes are groups of processes, so that one can be killed as a machine would die.
+
+Called by: the tests of the Ray runtime, `benchmarks/kills.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.run_support import descendants, program, wait_for
+
+_UP_S = 120.0
+
+
+class Nodes:
+    """`address` is the head's, the first that is added. Use `open_nodes`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.env = {
+            **os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "disabled", "PYTHONUNBUFFERED": "1",
+        }  # fmt: skip
+        self._directory, self._nodes = directory, dict[str, subprocess.Popen[bytes]]()
+        self.address = ""
+
+    def add(self, name: str, cpus: int, *, inside: tuple[str, ...] = (), labels: dict[str, str] | None = None) -> None:
+        """A node of that name; one that was killed may come again. inside: a command that it is run by."""
+        log = self._directory / f"{name}.log"
+        options = [f"--num-cpus={cpus}", "--num-gpus=0", f"--object-store-memory={80 << 20}", "--block"]
+        if labels:
+            options.append("--labels=" + ",".join(f"{k}={v}" for k, v in labels.items()))
+        if self.address:
+            options.append(f"--address={self.address}")
+        else:
+            options += ["--head", "--port=0", "--include-dashboard=false", f"--temp-dir={self._directory / 'ray'}"]
+        with log.open("wb") as out:
+            self._nodes[name] = subprocess.Popen(
+                [*inside, sys.executable, "-m", "ray.scripts.scripts", "start", *options],
+                env=self.env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        wait_for(f"node {name} ({log})", lambda: "Ray runtime started" in log.read_text(), _UP_S)
+        if not self.address:
+            self.address = re.findall(r"127\.0\.0\.1:\d+", log.read_text())[0]
+
+    def kill(self, name: str) -> None:
+        """All that belongs to the node, at once."""
+        node = self._nodes.pop(name)
+        for pid in (node.pid, *descendants(node.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        node.wait()
+
+    def pids(self) -> set[int]:
+        """Of every process of every node."""
+        return {pid for node in self._nodes.values() for pid in descendants(node.pid)}
+
+    def holds(self, name: str) -> set[str]:
+        """The programs of a run on that node."""
+        return {program(p) for p in descendants(self._nodes[name].pid)}
+
+    def end(self) -> None:
+        for name in reversed(self._nodes.copy()):
+            self.kill(name)
+
+
+@contextlib.contextmanager
+def open_nodes() -> Iterator[Nodes]:
+    directory = Path(tempfile.mkdtemp(prefix="st-"))  # a short name: sockets lie below it
+    nodes = Nodes(directory)
+    try:
+        yield nodes
+    finally:
+        nodes.end()
+        shutil.rmtree(directory, ignore_errors=True)
