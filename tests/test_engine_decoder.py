@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 
 from engine_models import KINDS, random_ids, tiny
+from run_support import run_config
 from springtide.models.decoder import (
     Decoder,
     DecoderConfig,
@@ -17,7 +19,8 @@ from springtide.models.decoder import (
     read_checkpoint,
     sequence_logprobs,
 )
-from springtide.models.presets import _expected_shapes, check_weights
+from springtide.models.presets import ModelNotFound, _expected_shapes, check_weights
+from springtide.trainer.start import check_run
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,6 +87,21 @@ def test_what_it_cannot_run_is_one_clear_line(change: dict, says: str) -> None:
     with pytest.raises(UnsupportedModel, match=says) as error:
         DecoderConfig.parse(data)
     assert "\n" not in str(error.value)
+    if "layer_types" not in change or len(change["layer_types"]) == 3:
+        assert 'engine.kind = "vllm"' in str(error.value)
+
+
+def test_another_architecture_is_refused_before_anything_starts_and_named_a_way(tiny_model, tmp_path) -> None:
+    """It is refused for the local engine only: vLLM runs others, and the trainer any causal LM that it can check."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "config.json").write_text(
+        json.dumps(json.loads((model / "config.json").read_text()) | {"architectures": ["Phi3ForCausalLM"]})
+    )
+    with pytest.raises(ModelNotFound, match=r'Phi3ForCausalLM; known: .*engine.kind = "vllm"') as error:
+        check_run(run_config(model, tmp_path / "runs"))
+    assert "\n" not in str(error.value)
+    vllm = {"kind": "vllm", "vllm": {"urls": ["http://127.0.0.1:1"]}}
+    check_run(run_config(model, tmp_path / "runs", engine=vllm))
 
 
 @pytest.mark.parametrize("window", [{}, {"sliding_window": None}, {"sliding_window": 9}])

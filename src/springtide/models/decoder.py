@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-ARCHITECTURES = ("Gemma3ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+from springtide.models.presets import ARCHITECTURES, VLLM
+
 ROPE_TYPES = ("default", "linear", "llama3")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 # What a Gemma 3 config.json may leave out, as transformers fills it in.
@@ -115,17 +116,21 @@ class DecoderConfig:
         names = data.get("architectures") or [data.get("model_type", "none")]
         name = names[0]
         if name not in ARCHITECTURES:
-            raise UnsupportedModel(f"{where}: architecture {name} is unknown; known: {', '.join(ARCHITECTURES)}")
+            raise UnsupportedModel(
+                f"{where}: architecture {name} is unknown; known: {', '.join(ARCHITECTURES)}; {VLLM}"
+            )
         gemma = name == "Gemma3ForCausalLM"
         if not gemma and data.get("sliding_window", 0) is None:  # no window; an absent key means the default one
             data = {**data, "sliding_window": 0}
         data = (_GEMMA if gemma else {}) | {key: value for key, value in data.items() if value is not None}
         activation = data.get("hidden_activation" if gemma else "hidden_act", "silu")
         if activation not in ACTIVATIONS:
-            raise UnsupportedModel(f"{where}: activation {activation} is unknown; known: {', '.join(ACTIVATIONS)}")
+            raise UnsupportedModel(
+                f"{where}: activation {activation} is unknown; known: {', '.join(ACTIVATIONS)}; {VLLM}"
+            )
         for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
             if data.get(key):
-                raise UnsupportedModel(f"{where}: {key} is not supported")
+                raise UnsupportedModel(f"{where}: {key} is not supported; {VLLM}")
         heads = data["num_attention_heads"]
         head_dim = data.get("head_dim") or data["hidden_size"] // heads
         rope, local_rope = _ropes(data, where)
@@ -179,7 +184,9 @@ def _windows(data: Mapping[str, Any], name: str, where: str) -> tuple[int, ...]:
     if len(kinds) != len(layers):
         raise UnsupportedModel(f"{where}: {len(layers)} layers, but {len(kinds)} layer_types")
     if odd := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
-        raise UnsupportedModel(f"{where}: layer type {odd[0]} is unknown; known: sliding_attention, full_attention")
+        raise UnsupportedModel(
+            f"{where}: layer type {odd[0]} is unknown; known: sliding_attention, full_attention; {VLLM}"
+        )
     return tuple(data.get("sliding_window", 4096) if kind == "sliding_attention" else 0 for kind in kinds)
 
 
@@ -199,7 +206,7 @@ def _ropes(data: Mapping[str, Any], where: str) -> tuple[Rope, Rope]:
 def _rope(scaling: Mapping[str, Any], theta: float, where: str) -> Rope:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_TYPES:
-        raise UnsupportedModel(f"{where}: rope type {kind} is unknown; known: {', '.join(ROPE_TYPES)}")
+        raise UnsupportedModel(f"{where}: rope type {kind} is unknown; known: {', '.join(ROPE_TYPES)}; {VLLM}")
     return Rope(
         theta=float(scaling.get("rope_theta", theta)),
         kind=kind,

@@ -10,6 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+# What the local engine runs (`models.decoder`).
+ARCHITECTURES = ("Gemma3ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+VLLM = 'what the local engine does not run, engine.kind = "vllm" may (docs/vllm.md)'
 SHIPPED = {"springtide-nano": 512}  # name -> tokens an episode may reach in its evaluation, as in the quickstart
 
 
@@ -49,6 +52,16 @@ def _setting(directory: Path, name: str) -> int | None:
     except (ValueError, AttributeError) as error:
         raise ModelNotFound(f"{directory}/config.json is not a model's configuration: {error}") from None
     return value if isinstance(value, int) else None
+
+
+def check_architecture(directory: Path) -> None:
+    """Whether the local engine knows the model, before anything starts. Raises: ModelNotFound."""
+    try:
+        name = json.loads((directory / "config.json").read_text())["architectures"][0]
+    except (ValueError, KeyError, TypeError, IndexError):
+        return  # said by who reads the file whole
+    if name not in ARCHITECTURES:
+        raise ModelNotFound(f"model.path: {directory} is a {name}; known: {', '.join(ARCHITECTURES)}; {VLLM}")
 
 
 def check_weights(directory: Path) -> None:
@@ -101,7 +114,7 @@ def _expected_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
     """What the tensors of a decoder the engine runs must measure; empty for others, which the engine names itself."""
     kind = (config.get("architectures") or [""])[0]
     gemma = kind == "Gemma3ForCausalLM"
-    if not gemma and kind not in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+    if kind not in ARCHITECTURES:
         return {}
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     size = config.get("head_dim") or (256 if gemma else hidden // heads)

@@ -24,7 +24,7 @@ from springtide.config import Config, ConfigError, SuiteEntry, make_config
 from springtide.env.session import EnvironmentUnavailable
 from springtide.env.suite import SuiteError
 from springtide.ledger import Ledger
-from springtide.models.presets import check_weights, max_positions, resolve_model, vocab_size
+from springtide.models.presets import check_architecture, check_weights, max_positions, resolve_model, vocab_size
 from springtide.observe.metrics import Display, Metrics
 from springtide.observe.pace import PaceMeter, scale_for
 from springtide.observe.progress import make_display
@@ -159,6 +159,8 @@ async def check(config: Config) -> Path:
     limit = max_positions(model_dir)
     if limit is not None and config.model.context > limit:
         raise ConfigError(f"model.context: {config.model.context} is more than the model's {limit} positions")
+    if config.engine.kind == "local":
+        check_architecture(model_dir)
     check_weights(model_dir)
     if config.reference.path is not None:
         check_weights(resolve_model(config.reference.path, key="reference.path"))
