@@ -95,6 +95,11 @@ def check(config: Config) -> None:
     table = config.runtime.pace
     if table.device == "none":
         return
+    if (config.engine.kind, config.runtime.kind) != ("local", "local"):
+        raise ConfigError(
+            'runtime.pace.device: only engine.kind = "local" on runtime.kind = "local" is held to a pace; set it to '
+            '"none" elsewhere'
+        )
     engine, trainer = _roofline(table, trainer=False), _roofline(table, trainer=True)
     heads, count = engine.shape.heads, table.tensor_parallel
     if heads % count:

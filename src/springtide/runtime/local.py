@@ -88,7 +88,8 @@ class Runtime:
         """What paced ranks that are no engines have counted so far, together (see `springtide.pace`)."""
         total: Counter[str] = Counter()
         for rank in {id(r): r for r in (self.trainer, self.reference, self.proximal) if r is not None}.values():
-            total.update((await rank.call("status", deadline_s=CONTROL_S))["pace"])
+            with contextlib.suppress(ConnectionLost):  # it is being restarted; its counts start again
+                total.update((await rank.call("status", deadline_s=CONTROL_S))["pace"])
         return dict(total)
 
     def silent(self) -> str:
