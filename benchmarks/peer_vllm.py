@@ -3,7 +3,7 @@
 Owns: vLLM's settings. Protocol: a line of JSON in, a line of JSON out. The first out says what was started; then each
 `{"count", "context", "new_tokens", "vocabulary"}` is answered with `{"seconds"}`: prompts in, that many tokens of each
 out, with the prompts' ids drawn as `engine.py` draws them. It ends at the end of its input.
-Called by: `engine.py --vllm PYTHON`, as `PYTHON peer_vllm.py MODEL`. Knows nothing of Springtide.
+Called by: `engine.py --against vllm`, as `PYTHON peer_vllm.py MODEL`. Knows nothing of Springtide.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from springtide.trace import Group, TaskRef, Trajectory
 from springtide.trainer.rank import Rank
 
 SOURCE = Path(springtide.__file__).parent
-# Every option, and a test that fails if it is ignored. Options of one value (`engine.kind`, say) change nothing yet.
+# Every option, and a test that fails if it is ignored. Options of one value (`fabric.mode`, say) change nothing yet.
 SHOWN_BY = {
     "run.name": "test_what_cannot_run_is_refused_before_anything_starts",
     "run.dir": "test_options_of_a_run_take_effect",
@@ -54,6 +54,12 @@ SHOWN_BY = {
     "engine.prefill_chunk": "test_engine_sizes_reach_the_engine",
     "engine.weight_slots": "test_engine_sizes_reach_the_engine",
     "engine.device": "test_engine_sizes_reach_the_engine",
+    "engine.kind": "test_a_run_plays_on_vllm_and_learns_from_its_tokens",
+    "engine.vllm.python": "test_a_run_whose_environment_cannot_serve_is_refused_before_it_starts",
+    "engine.vllm.urls": "test_a_stale_pool_is_one_more_engine_and_evaluations_need_no_slot",
+    "engine.vllm.dtype": "test_sizes_and_options_reach_the_server_and_its_own_arguments_win",
+    "engine.vllm.args": "test_sizes_and_options_reach_the_server_and_its_own_arguments_win",
+    "engine.vllm.start_s": "test_a_url_where_nobody_answers_is_one_line",
     "runtime.rollout_workers": "test_options_of_the_loop_take_effect",
     "runtime.env_workers": "test_options_of_the_loop_take_effect",
     "runtime.start_s": "test_waiting_for_a_worker_has_the_configured_deadline",
@@ -184,8 +190,12 @@ def test_every_option_is_read_by_the_program() -> None:
 def test_every_option_can_be_set_on_the_command_line(tmp_path: Path, key: str) -> None:
     """verl#7430: seven real fields could not be overridden because a file lacked them."""
     field = OPTIONS[key]
-    recompute = "algorithm.old_logprobs=recompute"
+    recompute, vllm = "algorithm.old_logprobs=recompute", ("engine.kind=vllm", "engine.vllm.python=p")
     others = {
+        "engine.kind": vllm[1:],
+        "engine.vllm.python": vllm[:1],
+        "engine.vllm.urls": vllm[:1],
+        **{f"engine.vllm.{name}": vllm for name in ("dtype", "args", "start_s")},
         "algorithm.weight_cap": (recompute,),
         "algorithm.correction_level": (recompute,),
         "algorithm.weight_floor": (recompute, "algorithm.correction=mask"),
@@ -201,6 +211,8 @@ def test_every_option_can_be_set_on_the_command_line(tmp_path: Path, key: str) -
 def _another(key: str, field: Any) -> Any:
     """A valid value that is not the default."""
     default, kinds = field.default, get_args(field.annotation)
+    if key == "engine.vllm.urls":
+        return ["http://host:8000"]
     if get_origin(field.annotation) is Literal:
         return next(v for v in kinds if v != default)
     if default is None:
@@ -212,7 +224,7 @@ def _another(key: str, field: Any) -> Any:
     if isinstance(default, float):
         return default / 2 + 0.13 if key != "algorithm.dual_clip" else 2.5
     if isinstance(default, tuple):
-        return ["other"] if isinstance(default[0], str) else [0.5, 0.6]
+        return ["other"] if not default or isinstance(default[0], str) else [0.5, 0.6]
     return "other"
 
 

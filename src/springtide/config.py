@@ -9,6 +9,7 @@ Called by: the CLI, `springtide.train`, and every process of a run (each gets th
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -69,14 +70,42 @@ class Model(Table):
     context: int = Field(1024, gt=0, le=10**7, description="tokens an episode may reach: then it ends as context_limit")
 
 
+class VllmTable(Table):
+    python: str | None = Field(
+        None, description="the interpreter of an environment that holds vLLM: each engine rank starts a server in it"
+    )
+    urls: tuple[str, ...] = Field((), description="instead, servers that run already, one a rank (docs/vllm.md)")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="of its weights and KV; auto: float32 on a CPU, else bfloat16"
+    )
+    args: tuple[str, ...] = Field((), description='more arguments of its server, as ["--enforce-eager"]')
+    start_s: Seconds = Field(600.0, description="deadline for a server to start")
+
+    @field_validator("urls")
+    @classmethod
+    def _addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if not re.match(r"https?://[^/\s]+", url):
+                raise ValueError(f"{url!r} is no vLLM server's URL; write it as http://HOST:PORT")
+        return urls
+
+
 class EngineTable(Table):
-    kind: Literal["local"] = Field("local", description="the engine in PyTorch that comes with Springtide")
-    ranks: Processes = Field(1, description="engine processes")
+    kind: Literal["local", "vllm"] = Field(
+        "local", description="the engine in PyTorch that comes with Springtide, or vLLM in an environment of its own"
+    )
+    ranks: Processes = Field(1, description="engine processes; a stale pool on vLLM is one more")
     max_batch: int = Field(128, gt=0, le=16384, description="sequences decoded together")
     kv_tokens: int = Field(65536, gt=0, le=10**8, description="tokens of KV cache an engine holds, over all versions")
     prefill_chunk: int = Field(2048, gt=0, le=10**6, description="prompt tokens computed in one step")
-    weight_slots: int = Field(4, gt=0, le=64, description="weight versions an engine holds at once")
+    weight_slots: int = Field(4, gt=0, le=64, description="weight versions an engine holds at once; vLLM holds one")
     device: str = Field("cpu", description="the torch device of the engines")
+    vllm: VllmTable = VllmTable()
+
+    @property
+    def slots(self) -> int:
+        """Weight versions an engine rank holds at once."""
+        return 1 if self.kind == "vllm" else self.weight_slots
 
 
 Seat = Literal["rollout", "reference", "trainer", "worker", "env"]  # a rank's role, a rollout or environment worker
@@ -363,11 +392,29 @@ class Config(Table):
             'algorithm.kl_in = "reward"',
         )
         need(
-            self.rollout.stale_probability == 0 or self.engine.weight_slots >= 3,
+            self.rollout.stale_probability == 0 or self.engine.slots >= 3 or self.engine.kind == "vllm",
             "rollout.stale_probability: the stale pool needs engine.weight_slots >= 3",
         )
+        vllm = self.engine.vllm
+        need(self.engine.kind == "vllm" or vllm == VllmTable(), 'engine.vllm: is read with engine.kind = "vllm" only')
         need(
-            self.eval.every == 0 or self.schedule.policy == "synchronous" or self.engine.weight_slots >= 2,
+            self.engine.kind == "local" or (vllm.python is None) == bool(vllm.urls),
+            'engine.kind: "vllm" needs engine.vllm.python, the interpreter of its environment, or engine.vllm.urls '
+            "(docs/vllm.md)",
+        )
+        need(
+            len(vllm.urls) in (0, self.engines),
+            f"engine.vllm.urls: {len(vllm.urls)} servers for {self.engines} engines (a stale pool needs its own)",
+        )
+        need(
+            self.engine.kind == "local" or self.rollout.temperature >= 0.01,
+            "rollout.temperature: vLLM takes anything below 0.01 for 0.01",
+        )
+        need(
+            self.eval.every == 0
+            or self.schedule.policy == "synchronous"
+            or self.engine.slots >= 2
+            or self.engine.kind == "vllm",  # there, a publication waits for the evaluation
             "eval.every: an evaluation beside training is pinned to its weights, so it needs engine.weight_slots >= 2",
         )
         need(
@@ -383,6 +430,15 @@ class Config(Table):
             "schedule.policy: synchronous is bit-reproducible, so it needs runtime.rollout_workers = 1",
         )
         return self
+
+    @property
+    def stale_apart(self) -> bool:
+        """Whether the stale pool is an engine of its own, the last: where one holds a single version."""
+        return self.engine.kind == "vllm" and self.rollout.stale_probability > 0
+
+    @property
+    def engines(self) -> int:
+        return self.engine.ranks + self.stale_apart
 
     @property
     def min_members(self) -> int:

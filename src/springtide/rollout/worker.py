@@ -28,8 +28,17 @@ from springtide.wire import Client, Peer, serve
 class Worker:
     """Plays episodes over one environment client and one or more engines."""
 
-    def __init__(self, chat: Chat, env: LocalClient, engines: list[EngineLink], *, lockstep: bool) -> None:
-        self._chat, self._env, self._engines = chat, env, engines
+    def __init__(
+        self,
+        chat: Chat,
+        env: LocalClient,
+        engines: list[EngineLink],
+        *,
+        lockstep: bool,
+        stale: EngineLink | None = None,
+    ) -> None:
+        """stale: the stale pool's engine, where those of `engines` hold one version only."""
+        self._chat, self._env, self._engines, self._stale = chat, env, engines, stale
         self._lockstep = Lockstep(engines[0]) if lockstep else None
         self._finished: dict[tuple[str, int], dict[int, Trajectory]] = {}
         self._playing: dict[tuple[str, int], dict[asyncio.Task[Any], _Counted]] = {}
@@ -42,10 +51,12 @@ class Worker:
         playing[task] = counted = _Counted()
         try:
             if self._lockstep is None:
-                trajectory = await play(spec, self._env, counted.over(await link.client()), self._chat)
+                engine = counted.over(self._pooled(await link.client(), spec))
+                trajectory = await play(spec, self._env, engine, self._chat)
             else:
                 async with self._lockstep.player((spec.purpose, spec.visit, spec.member)) as locked:
-                    trajectory = await play(spec, self._env, counted.over(locked), self._chat)
+                    engine = counted.over(self._pooled(locked, spec))
+                    trajectory = await play(spec, self._env, engine, self._chat)
         finally:
             playing.pop(task, None)
             if not playing and self._playing.get((spec.purpose, spec.visit)) is playing:
@@ -53,6 +64,11 @@ class Worker:
         if not trajectory.outcome.failed_environment:
             self._finished.setdefault((spec.purpose, spec.visit), {})[spec.member] = trajectory
         return summarise(trajectory, generated=counted.tokens)
+
+    def _pooled(self, engine: Any, spec: EpisodeSpec) -> Any:
+        if self._stale is None or spec.stale_version is None:
+            return engine
+        return _WithStalePool(engine, self._stale, spec.stale_version)
 
     async def seal(self, purpose: str, visit: int, members: tuple[int, ...], path: Path) -> None:
         """Write these members as one group file, and forget them. The disk holds up no other episode."""
@@ -196,6 +212,28 @@ class _Counted:
         return getattr(self._engine, name)
 
 
+class _WithStalePool:
+    """An engine that holds one version, and the stale pool's for the turns of that one."""
+
+    def __init__(self, engine: Any, stale: EngineLink, version: int) -> None:
+        self._engine, self._stale, self._version = engine, stale, version
+
+    async def generate(self, *args: Any, version: int | None = None, **options: Any) -> Generation:
+        if version == self._version:
+            with contextlib.suppress(EngineError):  # refreshed meanwhile: then the newest draws this turn
+                return await (await self._stale.client()).generate(*args, version=version, **options)
+            version = None
+        generation: Generation = await self._engine.generate(*args, version=version, **options)
+        return generation
+
+    async def release(self, session: str) -> None:
+        await (await self._stale.client()).release(session)
+        await self._engine.release(session)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
 class _LockedEngine:
     """The engine as one episode of a lockstep run sees it."""
 
@@ -210,14 +248,15 @@ class _LockedEngine:
 
 
 async def main(socket_path: str, args: dict[str, Any]) -> None:
-    """Process entry. args: model_dir, tool_format, env_addresses, engine_addresses, lockstep, start_s."""
+    """Process entry. args: model_dir, tool_format, env_, engine_ and stale_address(es), lockstep, start_s."""
     async with contextlib.AsyncExitStack() as stack:
         env = await stack.enter_async_context(LocalClient(tuple(args["env_addresses"])))
         links = [EngineLink(address, args["start_s"]) for address in args["engine_addresses"]]
-        for link in links:
+        stale = EngineLink(args["stale_address"], args["start_s"]) if args["stale_address"] else None
+        for link in (*links, *((stale,) if stale else ())):
             stack.push_async_callback(link.close)
         chat = load_chat(Path(args["model_dir"]), args["tool_format"])
-        worker = Worker(chat, env, links, lockstep=args["lockstep"])
+        worker = Worker(chat, env, links, lockstep=args["lockstep"], stale=stale)
 
         async def handle(peer: Peer, method: str, payload: dict[str, Any]) -> Any:
             match method:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import shutil
 from collections import Counter
@@ -50,6 +51,7 @@ class Runtime:
     weights: Path
     pins: Pins
     silent_s: float
+    stale: Rank | None = None  # the engine of the stale pool, where an engine holds one version only
     versions: dict[str, int] = field(default_factory=dict)  # holder -> version every engine must hold
 
     async def load(self, version: int, *, stale: int | None = None) -> None:
@@ -58,7 +60,12 @@ class Runtime:
         await self._each("load", version=version)
         if stale is not None:
             before = self.versions.get("stale")
-            await self.pin(stale, holder="stale")
+            if self.stale is not None:
+                self.pins.add(stale, "stale")
+                self.versions["stale"] = stale
+                await self._all([self.stale], "load", version=stale)
+            else:
+                await self.pin(stale, holder="stale")
             if before is not None:
                 self.pins.remove(before, "stale")
                 if before not in self.versions.values():
@@ -111,15 +118,19 @@ class Runtime:
 
     async def prepare_engine(self, engine: Rank) -> None:
         """Give a (re)started engine every version that is in use, the newest first: turns wait for nothing else."""
-        current = self.versions.get("current")
-        kept = sorted({v for holder, v in self.versions.items() if holder != "current"})
+        apart = self.stale is not None  # the stale pool's engine holds nothing else, and no other holds that
+        held = {h: v for h, v in self.versions.items() if not apart or (h == "stale") == (engine is self.stale)}
+        current, kept = held.pop("current", None), sorted(set(held.values()))
         for version in (*((current,) if current is not None else ()), *(v for v in kept if v != current)):
             await engine.call("load", version=version, deadline_s=_LOAD_S)
-        for version in kept:
+        for version in kept if engine is not self.stale else ():
             await engine.call("pin", version=version, deadline_s=_LOAD_S)
 
     async def _each(self, method: str, **payload: Any) -> None:
-        """Call every engine; one that dies meanwhile gets all versions again before it is up, so it is waited for."""
+        await self._all([e for e in self.engines if e is not self.stale], method, **payload)
+
+    async def _all(self, engines: list[Rank], method: str, **payload: Any) -> None:
+        """Call them; one that dies meanwhile gets all versions again before it is up, so it is waited for."""
 
         async def one(engine: Rank) -> None:
             try:
@@ -128,7 +139,7 @@ class Runtime:
                 await engine.wait_up()
 
         async with task_group() as tasks:
-            for engine in self.engines:
+            for engine in engines:
                 tasks.create_task(one(engine))
 
 
@@ -151,7 +162,7 @@ async def open_runtime(
             args,
             log_dir=run / "logs",
             socket_path=f"{sockets}/{name}",
-            start_s=start_s,
+            start_s=more.pop("start_s", start_s),
             restart=restart,
             silent_s=silent_s,
             launch=places.launch,
@@ -183,16 +194,20 @@ async def open_runtime(
             directory=sockets,
         )
         await stack.enter_async_context(env)
+        vllm, numbers = config.engine.kind == "vllm", itertools.count()
+        engine_s = config.engine.vllm.start_s if vllm else start_s
         engines = [
             rank(
                 name,
-                "springtide.engine.server:main",
-                {"model": str(model_dir), "store": str(weights), "config": tree},
+                f"springtide.engine.{'vllm' if vllm else 'server'}:main",
+                {"model": str(model_dir), "store": str(weights), "config": tree, "index": next(numbers)},
                 restart=True,
                 prepare=prepare,
+                start_s=engine_s,
             )
             for name in seated("rollout")
         ]
+        stale = engines[-1] if config.stale_apart else None
         workers = [
             rank(
                 name,
@@ -201,9 +216,10 @@ async def open_runtime(
                     "model_dir": str(model_dir),
                     "tool_format": config.model.tool_format,
                     "env_addresses": list(env.addresses),
-                    "engine_addresses": [e.socket_path for e in engines],
+                    "engine_addresses": [e.socket_path for e in engines if e is not stale],
+                    "stale_address": stale.socket_path if stale else None,
                     "lockstep": config.schedule.policy == "synchronous",
-                    "start_s": start_s,
+                    "start_s": engine_s,
                 },
                 restart=True,
             )
@@ -260,6 +276,7 @@ async def open_runtime(
             weights,
             Pins(weights),
             silent_s,
+            stale,
         )
         await stack.enter_async_context(keep_alive([*trainer.ranks, *engines, *workers, *idle.values()]))
         yield runtime
@@ -273,7 +290,7 @@ def _seats(config: Config) -> dict[str, str]:
         seats["reference"] = "reference"
     if config.algorithm.old_logprobs == "recompute":
         seats["proximal"] = "reference"
-    seats |= {f"engine-{i}": "rollout" for i in range(config.engine.ranks)}
+    seats |= {f"engine-{i}": "rollout" for i in range(config.engines)}
     seats |= {f"rollout-{i}": "worker" for i in range(config.runtime.rollout_workers)}
     return seats | {f"env-w{i}": "env" for i in range(config.runtime.env_workers)}
 

@@ -271,6 +271,8 @@ class Driver:
 
     async def publish(self) -> None:
         """Publish the trainer's weights under this step's version, and wait until every engine verified them."""
+        if self.config.engine.slots == 1:
+            await self._join_evaluation()  # its version is the one that the engines hold
         version = make_version(self.incarnation, self.step)
         with self._clock.measure("publish"):
             with _written(f"cannot publish weights to {self._runtime.weights}"):

@@ -21,6 +21,7 @@ from rich.console import Console
 from springtide import pace
 from springtide.chat import check_vocab, load_chat
 from springtide.config import Config, ConfigError, SuiteEntry, make_config
+from springtide.engine.vllm_server import check_python
 from springtide.env.session import EnvironmentUnavailable
 from springtide.env.suite import SuiteError
 from springtide.ledger import Ledger
@@ -167,6 +168,8 @@ async def check(config: Config) -> Path:
     for key, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
         if (why := _unusable(device)) is not None:
             raise ConfigError(f'{key}: {device!r} cannot be used here: {why}; "cpu" always can')
+    if config.engine.kind == "vllm" and config.engine.vllm.python is not None:
+        check_python(config.engine.vllm.python)
     names = await name_suites(config.suites, import_s=config.runtime.start_s)
     for i, (entry, name) in enumerate(zip(config.suites, names, strict=True)):
         if name in names[:i]:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from springtide.engine.clock import Clock
 from springtide.engine.local.core import EngineCore, Request
 from springtide.engine.local.kernels import PagedKernels, TorchPaged
 from springtide.engine.local.kv import BLOCK
@@ -84,30 +83,6 @@ def make_kernels(config: DecoderConfig, settings: EngineSettings, positions: int
     if native and supports(config) and (loaded := library()) is not None:
         return NativePaged(config, blocks, positions, loaded)
     return TorchPaged(config, blocks, positions, settings.torch_dtype, settings.device)
-
-
-class Clock:
-    """Seconds by state, adding up to the engine's life."""
-
-    def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._state, self._since = "idle_no_weights", time.monotonic()
-
-    def switch(self, state: str) -> None:
-        now = time.monotonic()
-        self.seconds[self._state] += now - self._since
-        self._state, self._since = state, now
-
-    def tick(self) -> None:
-        """Count the present state's time up to now."""
-        self.switch(self._state)
-
-    def paused(self) -> float:
-        """Seconds paused so far, a pause that goes on included."""
-        return self.seconds["paused"] + (time.monotonic() - self._since if self._state == "paused" else 0.0)
-
-    def total(self, prefix: str) -> float:
-        return sum(s for state, s in self.seconds.items() if state.startswith(prefix))
 
 
 class LocalEngine:
@@ -331,7 +306,7 @@ class LocalEngine:
         core, counts = self.core, self.core.counts
         self.clock.tick()
         extra: dict[str, Any] = {
-            "idle_causes": {k.removeprefix("idle_"): v for k, v in self.clock.seconds.items() if k.startswith("idle_")},
+            "idle_causes": self.clock.causes("idle_"),
             "recomputed_causes": {
                 k.removeprefix("recomputed_"): v for k, v in counts.items() if k.startswith("recomputed_")
             },
