@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -25,9 +25,12 @@ class Nodes:
     """`address` is the head's, the first that is added. Use `open_nodes`."""
 
     def __init__(self, directory: Path) -> None:
+        token = directory / "token"  # it listens beyond loopback, as clusters do
+        token.touch(0o600)
+        token.write_text(secrets.token_hex(32))
         self.env = {
-            **os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_AUTH_MODE": "disabled", "PYTHONUNBUFFERED": "1",
+            **os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token),
+            "PYTHONUNBUFFERED": "1",
         }  # fmt: skip
         self._directory, self._nodes = directory, dict[str, subprocess.Popen[bytes]]()
         self.address = ""
@@ -38,8 +41,8 @@ class Nodes:
         options = [f"--num-cpus={cpus}", "--num-gpus=0", f"--object-store-memory={80 << 20}", "--block"]
         if labels:
             options.append("--labels=" + ",".join(f"{k}={v}" for k, v in labels.items()))
-        if self.address:
-            options.append(f"--address={self.address}")
+        if self.address:  # addresses of their own, as machines have
+            options += [f"--address={self.address}", f"--node-ip-address=127.0.0.{2 + sum(map(ord, name)) % 250}"]
         else:
             options += ["--head", "--port=0", "--include-dashboard=false", f"--temp-dir={self._directory / 'ray'}"]
         with log.open("wb") as out:
@@ -49,7 +52,7 @@ class Nodes:
             )  # fmt: skip
         wait_for(f"node {name} ({log})", lambda: "Ray runtime started" in log.read_text(), _UP_S)
         if not self.address:
-            self.address = re.findall(r"127\.0\.0\.1:\d+", log.read_text())[0]
+            self.address = (self._directory / "ray" / "ray_current_cluster").read_text().strip()
 
     def kill(self, name: str) -> None:
         """All that belongs to the node, at once."""
