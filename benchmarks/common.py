@@ -470,6 +470,7 @@ def train(config: Config) -> Finished:
 _PURPOSE = {
     "db": "What policies without a model reach at each level of db, on `test` and `ood`",
     "engine": "The local engine's speed",
+    "fsdp": "Two trainer ranks against one",
     "goodput": "Tokens that are learned from, a second",
     "household": "What policies without a model reach at each level of household, on `test`",
     "kg": "What policies without a model reach at each level of kg, on `test`",

@@ -20,13 +20,13 @@ torch.set_num_threads(1)  # as in every process of a run; threads that share bus
 logging.disable_progress_bar()
 
 
-def tiny_model(directory: Path, seed: int = 0, vocab: int = VOCAB, tokens: int | None = None) -> Path:
+def tiny_model(directory: Path, seed: int = 0, vocab: int = VOCAB, tokens: int | None = None, hidden: int = 32) -> Path:
     """A random two-layer Qwen3 with a tokenizer.json of `tokens` ids (default: as many as the model has)."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocab,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

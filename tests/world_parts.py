@@ -56,7 +56,7 @@ class Live:
         self.world, self._loop = world, loop
 
     def wait(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(90)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(45)
 
     def __call__(self, method: str, **payload: Any) -> Any:
         return self.wait(self.world.call(method, deadline_s=60, **payload))

@@ -303,6 +303,18 @@ class Trainer(Table):
     checkpoint_keep: Positive = Field(2, description="newest checkpoints kept")
     device: str = Field("cpu", description="the torch device of the trainer")
     ranks: Processes = Field(1, description="trainer processes, which share a step's segments (docs/fsdp.md)")
+    sharding: Literal["replicate", "fsdp"] = Field(
+        "replicate", description="each rank holds all weights, gradients and moments, or its rows of them (FSDP2)"
+    )
+    param_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="what the weights are cast to for a pass; they stay float32. bfloat16: fsdp only"
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="in which the ranks sum gradients. bfloat16: fsdp only"
+    )
+    activation_checkpointing: bool = Field(
+        False, description="keep each layer's input only, and compute its activations again in the backward pass"
+    )
     cold_start: ColdStart = ColdStart()
     lora: Lora = Lora()
 
@@ -425,6 +437,12 @@ class Config(Table):
             self.rollout.max_new_tokens < self.model.context,
             "rollout.max_new_tokens: must be less than model.context",
         )
+        trainer = self.trainer
+        for name in ("param_dtype", "reduce_dtype"):
+            need(
+                trainer.sharding == "fsdp" or getattr(trainer, name) == "float32",
+                f'trainer.{name}: bfloat16 needs trainer.sharding = "fsdp" (trainer.ranks = 1 will do)',
+            )
         need(
             self.schedule.policy != "synchronous" or self.runtime.rollout_workers == 1,
             "schedule.policy: synchronous is bit-reproducible, so it needs runtime.rollout_workers = 1",
@@ -470,6 +488,8 @@ RESUMABLE = frozenset(
         "trainer.checkpoint_every",
         "trainer.checkpoint_keep",
         "trainer.ranks",
+        "trainer.sharding",
+        "trainer.activation_checkpointing",
         "eval.every",
         "observe.progress",
         "observe.tensorboard",

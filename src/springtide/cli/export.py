@@ -22,7 +22,7 @@ def command(
 
     from springtide.models.presets import resolve_model
     from springtide.rundir import RunDirectory
-    from springtide.trainer.checkpoint import ADAPTER, EXTRA, MANIFEST, OPTIMIZER, STATE, new_directory, verify
+    from springtide.trainer.checkpoint import ADAPTER, EXTRA, MANIFEST, MOMENTS, OPTIMIZER, STATE, new_directory, verify
 
     directory = RunDirectory(source)
     saved = directory.saved()
@@ -35,7 +35,7 @@ def command(
     lora = (checkpoint / ADAPTER).exists()
     if not lora and (adapter or base):
         raise ConfigError(f"{checkpoint} holds whole weights; --adapter and --base are for runs with trainer.lora.rank")
-    ours = {MANIFEST, OPTIMIZER, STATE, EXTRA}
+    ours = {MANIFEST, MOMENTS, OPTIMIZER, STATE, EXTRA}
     try:
         if lora and not adapter:
             from springtide.trainer.model import ModelError

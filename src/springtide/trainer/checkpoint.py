@@ -1,6 +1,7 @@
 """Checkpoint directories: written whole or not at all, and refused if a byte of them changed. No torch here.
 
-A checkpoint is a Hugging Face model directory (weights, configuration, tokenizer files) plus `optimizer.pt`,
+A checkpoint is a Hugging Face model directory (weights, configuration, tokenizer files) plus `moments.safetensors` (the
+optimiser's tensors, whole, by parameter: any number of ranks writes and reads them), `optimizer.pt` (the rest of it),
 `state.json` (the rank's), `extra.json` (its caller's) and `manifest.json`, the sha256 and size of every other file.
 Where LoRA is trained it holds the adapter instead of the model, as `peft` reads it (`lora`).
 Invariants: a directory appears under its name only once all its files and the manifest are on disk; `verify` reads
@@ -21,7 +22,8 @@ from typing import Any
 
 from springtide.trace import atomic_write
 
-MANIFEST, STATE, EXTRA, OPTIMIZER = "manifest.json", "state.json", "extra.json", "optimizer.pt"
+MANIFEST, STATE, EXTRA = "manifest.json", "state.json", "extra.json"
+OPTIMIZER, MOMENTS = "optimizer.pt", "moments.safetensors"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # What makes a model directory usable beside its weights; copied where present.
 TOKENIZER_FILES = (
@@ -92,7 +94,7 @@ def verify(path: Path) -> None:
         raise CheckpointError(f"{path} has no {MANIFEST}: not a checkpoint, or a torn one; {remedy}") from None
     except (ValueError, TypeError, KeyError, AttributeError):
         raise CheckpointError(f"{path / MANIFEST} is not a manifest: the checkpoint is torn; {remedy}") from None
-    for name in (STATE, EXTRA, OPTIMIZER):
+    for name in (STATE, EXTRA, OPTIMIZER, MOMENTS):
         if name not in written:
             raise CheckpointError(f"{path} has no {name}: an exported model, or a torn checkpoint; {remedy}")
     for name, (size, digest) in written.items():

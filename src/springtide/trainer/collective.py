@@ -86,6 +86,11 @@ class Collective:
             for p, g, part in zip(bucket, gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 p.grad = g.copy_(part.view_as(g))
 
+    def broadcast(self, tensor: Tensor, owner: int) -> Tensor:
+        """The rank `owner`'s tensor on every rank; the others give one of its shape to write to."""
+        dist.broadcast(tensor, owner)
+        return tensor
+
     def own_part(self, data: StepData) -> StepData:
         """The segments of a step that are this rank's; its counts stay those of the whole step."""
         if self.size == 1:

@@ -22,12 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from springtide.config import Lora
 from springtide.trainer.checkpoint import ADAPTER, ADAPTER_CONFIG, CheckpointError
+from springtide.trainer.collective import Collective
+from springtide.trainer.shards import fill, like, local, write_tensors
+from springtide.weights.files import whole
 from springtide.weights.store import TensorPrint
 
 _PREFIX = "base_model.model."  # peft wraps the model twice
@@ -53,7 +56,8 @@ class LoraLinear(nn.Linear):
 
     def merged(self) -> Tensor:
         """W + (alpha / rank) B A, a new tensor [out, in], detached."""
-        return torch.addmm(self.weight, self.lora_B.weight, self.lora_A.weight, alpha=self.scale).detach()
+        weight, b, a = local(self.weight), local(self.lora_B.weight), whole(self.lora_A.weight)
+        return like(self.weight, torch.addmm(weight, b, a, alpha=self.scale).detach())
 
 
 class Adapter:
@@ -96,11 +100,13 @@ class Adapter:
         if odd := [name for name in {**wanted, **given} if wanted.get(name) != given.get(name)]:
             raise ValueError(f"the adapter was made for other layers or another rank: {odd[0]} does not fit")
         for name, tensor in own.items():
-            tensor.copy_(tensors[name])
+            fill(tensor, tensors[name])
 
     def mark_start(self, tensors: Mapping[str, Tensor] | None = None) -> None:
         """What the policy is now (or with `tensors`) is what the run begins with: the KL reference."""
-        self.start = {name: tensor.clone() for name, tensor in (tensors or self.tensors()).items()}
+        self.start = {name: tensor.clone() for name, tensor in self.tensors().items()}
+        for name, tensor in (tensors or {}).items():
+            fill(self.start[name], tensor)
 
     @contextlib.contextmanager
     def at_start(self) -> Iterator[None]:
@@ -112,10 +118,11 @@ class Adapter:
         finally:
             self.load(now)
 
-    def save(self, directory: Path, base: Path) -> None:
-        """Write the two files of a peft adapter, float32, whose base model lies in `base`."""
-        tensors = {_PREFIX + name: tensor.cpu().contiguous() for name, tensor in self.tensors().items()}
-        save_file(tensors, directory / ADAPTER, {"format": "pt"})
+    def save(self, directory: Path, base: Path, world: Collective) -> None:
+        """Write the two files of a peft adapter, float32, whose base model lies in `base`; its weights all together."""
+        write_tensors(directory / ADAPTER, {_PREFIX + name: tensor for name, tensor in self.tensors().items()}, world)
+        if world.rank:
+            return
         alpha, targets = self.config.alpha, self.config.targets
         if "all" in targets:
             targets = tuple(sorted({name.rpartition(".")[2] for name in self._layers}))

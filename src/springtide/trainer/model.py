@@ -9,6 +9,7 @@ Called by: trainer and reference ranks, cold start and model building scripts.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,10 @@ class Policy:
         self.head = model.get_output_embeddings()
         if self.head is None:
             raise ModelError(f"{directory}: {type(model).__name__} has no output embeddings; give a causal LM")
+        # How the weights come to hand for a pass, and how many passes make one's own many: trainer.shards changes both.
+        self.at_hand: Callable[..., Any] = lambda compute, *args: compute(*args)
+        self.rounds: Callable[[int], int] = int
+        self.lockstep = False
         self._check()
 
     @property
@@ -97,6 +102,19 @@ class Policy:
 
         Beyond one chunk, each chunk's logits are computed again in the backward pass instead of being kept.
         """
+        return self.at_hand(self._judge, batch, temperature, logit_chunk, entropy)
+
+    def idle(self) -> None:
+        """A pass that adds nothing, backward too where gradients are enabled."""
+        one = np.zeros(1, dtype=np.float32)
+        row = Row(("idle", 0, 0, 0), np.zeros(2, np.int32), np.ones(1, np.int64), one, one.astype(np.int64), 0.0, 0.0)
+        logprobs = self.logprobs(collate([row], self.device), 1.0, 1)
+        if logprobs.requires_grad:
+            (0 * logprobs.sum()).backward()
+
+    def _judge(
+        self, batch: MicroBatch, temperature: float, logit_chunk: int, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         out = self._body(input_ids=batch.ids, position_ids=batch.positions, use_cache=False, tree=batch.tree)
         hidden = out.last_hidden_state[0].index_select(0, batch.predict)
         if len(hidden) <= logit_chunk:
@@ -112,9 +130,11 @@ class Policy:
     def score(self, ids: np.ndarray) -> np.ndarray:
         """Log-probs (temperature 1) of each token of `ids` (int32 [T]) after the first, float32 [T - 1]."""
         with torch.no_grad():
-            rows = torch.from_numpy(ids.astype(np.int64)).to(self.device)[None]
-            hidden = self._body(input_ids=rows, use_cache=False).last_hidden_state[0, :-1]
-            return self._chunk(hidden, rows[0, 1:], 1.0, False).cpu().numpy()
+            return self.at_hand(self._score, torch.from_numpy(ids.astype(np.int64)).to(self.device)[None]).cpu().numpy()
+
+    def _score(self, rows: Tensor) -> Tensor:
+        hidden = self._body(input_ids=rows, use_cache=False).last_hidden_state[0, :-1]
+        return self._chunk(hidden, rows[0, 1:], 1.0, False)
 
     def _chunk(self, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool) -> Tensor:
         """Log-probs of `targets` [N]; with entropy [2, N], it below them."""

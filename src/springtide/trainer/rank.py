@@ -16,7 +16,7 @@ import json
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +36,7 @@ from springtide.trainer.data import DataError, StepData, load_step, write_logpro
 from springtide.trainer.lora import read_adapter
 from springtide.trainer.model import Policy, load_policy
 from springtide.trainer.optim import Optimizer, StepResult
+from springtide.trainer.shards import TensorFile, local, recompute_activations, shard, write_tensors
 from springtide.trainer.step import (
     Shape,
     Sums,
@@ -45,6 +46,7 @@ from springtide.trainer.step import (
     merge,
     timed,
 )
+from springtide.weights.files import whole
 from springtide.weights.store import Canary, WeightStore
 from springtide.wire import Peer, serve
 
@@ -127,9 +129,10 @@ class Rank:
         self._config = make_config(config)
         self._store = WeightStore(Path(store)) if store else None
         device = self._config.trainer.device
+        trainer, sharded = self._config.trainer, role == "trainer" and self._config.trainer.sharding == "fsdp"
         if world is not None:
             self._world = Collective.join(**world, device=device)
-            device = str(self._world.device)
+            device = "cpu" if sharded else str(self._world.device)  # sharding moves a layer's rows at a time
         self._pace = Pace.of(self._config, role)
         torch.manual_seed(self._config.run.seed)
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -141,7 +144,13 @@ class Rank:
         self._policy = load_policy(Path(model if lora else checkpoint or model), device)
         if lora is not None:
             self._policy.adapt(lora, self._config.run.seed)
-        self._optimizer = Optimizer(self._policy, self._config.trainer) if role == "trainer" else None
+        if role == "trainer" and trainer.activation_checkpointing:
+            recompute_activations(self._policy.model)
+        if sharded:
+            shard(self._policy, trainer, self._world)
+            if self._policy.adapter is not None:
+                self._policy.adapter.mark_start()
+        self._optimizer = Optimizer(self._policy, trainer, self._world) if role == "trainer" else None
         self.version = state.get("version", -1)
         if checkpoint and self._optimizer is not None:
             self._restore(Path(checkpoint), state)
@@ -215,7 +224,7 @@ class Rank:
                 queue += [p for p in order.permutation(np.array(sorted(paths))).tolist() if p not in queue]
             taken, queue = queue[:batch], queue[batch:]
             history.append(self.supervised(tuple(taken), lr))
-        self._optimizer = Optimizer(policy, config.trainer)  # RL inherits neither moments nor step count
+        self._optimizer = Optimizer(policy, config.trainer, self._world)  # RL inherits neither moments nor step count
         if policy.adapter is not None:
             policy.adapter.mark_start()
         return {
@@ -276,12 +285,14 @@ class Rank:
         """
         policy, _ = self._ready()
         started = time.perf_counter()
-        self._need_equal(policy)
-        if self._world.rank == 0:
-            _need_finite(policy, version_step(version))
+        self._check_weights(policy, version_step(version))
+        if self._leads:
             ids = np.random.default_rng(0).integers(0, policy.vocab_size, _CANARY_TOKENS).astype(np.int32)
             canary = Canary(tuple(ids.tolist()), tuple(policy.score(ids).tolist()))
-            self._weights().publish(version, policy.tensors(), canary)
+            if self._world.rank == 0:
+                self._weights().publish(version, policy.tensors(), canary)
+            else:
+                self._weights().send(policy.tensors())
         self.version = version
         return {"version": version, "seconds": time.perf_counter() - started}
 
@@ -299,23 +310,24 @@ class Rank:
         """
         policy, optimizer, _ = self._trainer()
         started = time.perf_counter()
-        self._need_equal(policy)
-        if self._world.rank:
-            return {}
-        _need_finite(policy, (extra or {}).get("step", optimizer.steps))
-        with files.new_directory(Path(path)) as scratch:
-            own: dict[str, Any] = {"optimizer": optimizer.state(), "rng": torch.get_rng_state()}
-            state: dict[str, Any] = {"steps": optimizer.steps, "version": self.version}
+        self._check_weights(policy, (extra or {}).get("step", optimizer.steps))
+        own: dict[str, Any] = {"optimizer": optimizer.state(), "rng": torch.get_rng_state()}
+        state: dict[str, Any] = {"steps": optimizer.steps, "version": self.version}
+        with self._directory(Path(path)) as scratch:
+            if scratch is None:
+                return {}
             if (adapter := policy.adapter) is None:
-                _write_model(policy, scratch)
+                _write_model(policy, scratch, self._writers)
             else:
-                adapter.save(scratch, policy.directory)
+                adapter.save(scratch, policy.directory, self._writers)
+                own["start"], state["base"] = {n: whole(t) for n, t in adapter.start.items()}, adapter.base
+            write_tensors(scratch / files.MOMENTS, optimizer.moments(), self._writers)
+            if self._world.rank == 0:
                 files.copy_tokenizer(policy.directory, scratch)
-                own["start"], state["base"] = adapter.start, adapter.base
-            torch.save(own, scratch / files.OPTIMIZER)
-            (scratch / files.STATE).write_text(json.dumps(state, indent=1))
-            (scratch / files.EXTRA).write_text(json.dumps(extra or {}, indent=1))
-        size = sum(p.stat().st_size for p in Path(path).iterdir())
+                torch.save(own, scratch / files.OPTIMIZER)
+                (scratch / files.STATE).write_text(json.dumps(state, indent=1))
+                (scratch / files.EXTRA).write_text(json.dumps(extra or {}, indent=1))
+        size = sum(p.stat().st_size for p in Path(path).iterdir()) if self._world.rank == 0 else 0
         return {"path": path, "bytes": size, "seconds": time.perf_counter() - started}
 
     def forget(self, paths: tuple[str, ...]) -> None:
@@ -327,9 +339,9 @@ class Rank:
     def export(self, path: str) -> dict[str, Any]:
         """Write a plain Hugging Face directory, float32, that transformers loads with equal log-probs."""
         policy, _ = self._ready()
-        if self._world.rank == 0:
-            with files.new_directory(Path(path)) as scratch:
-                _write_model(policy, scratch)
+        with self._directory(Path(path)) as scratch:
+            if scratch is not None:
+                _write_model(policy, scratch, self._writers)
         return {"path": path}
 
     def _finish(
@@ -338,7 +350,8 @@ class Rank:
         with timed(sums, "wait_s"):  # for the slowest rank
             merge(sums, self._world.exchange(sums.to_wire()))
         with timed(sums, "reduce_s"):
-            self._world.sum_gradients(optimizer.parameters)
+            if not self._sharded:  # FSDP has
+                self._world.sum_gradients(optimizer.parameters)
         with timed(sums, "optimizer_s"):
             result = optimizer.apply(sums.loss, data.denominator, lr)
         self.refused += result.refused is not None
@@ -352,7 +365,7 @@ class Rank:
             adapter.restore(path, state["base"])
             adapter.mark_start(saved["start"])
         try:
-            self._optimizer.load_state(saved["optimizer"])
+            self._optimizer.load(saved["optimizer"], TensorFile(path / files.MOMENTS))
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from error
         torch.set_rng_state(saved["rng"])
@@ -362,16 +375,52 @@ class Rank:
         own = self._world.own_part(data)
         return self._world.in_order(data, own, compute_logprobs(policy, own, self._shape(temperature)))
 
-    def _need_equal(self, policy: Policy) -> None:
-        """Raises: RuntimeError where the ranks' copies of the weights have come apart."""
-        if self._world.size > 1:
+    def _check_weights(self, policy: Policy, step: int) -> None:
+        """Raises: NotFinite; RuntimeError where the ranks' copies of the weights have come apart."""
+        tensors = {name: local(tensor) for name, tensor in policy.tensors().items()}
+        bad = [i for i, tensor in enumerate(tensors.values()) if not torch.isfinite(tensor).all()][:1]
+        if bad := [i for part in self._world.exchange(bad) for i in part]:
+            remedy = (
+                "lower trainer.lr and resume from the checkpoint before (trainer.grad_norm and trainer.ratio_max in "
+                "metrics.jsonl show where it began)"
+                if step
+                else "the model of model.path is damaged, or trainer.cold_start.lr is too high"
+            )
+            name = list(tensors)[min(bad)]
+            raise files.NotFinite(f"after step {step} the weights are not finite, the first in {name}: {remedy}")
+        if self._world.size > 1 and not self._sharded:
             sums = self._world.exchange([float(p.sum(dtype=torch.float64)) for p in policy.parameters()])
             for name, values in zip(policy.trained(), zip(*sums, strict=True), strict=True):
-                if len(set(map(repr, values))) > 1:
+                if len(set(values)) > 1:
                     raise RuntimeError(
                         f"the trainer ranks' copies of {name} differ (sums {values}): their processors or libraries "
                         "are not alike; resume from the last checkpoint on machines of one kind"
                     )
+
+    @contextlib.contextmanager
+    def _directory(self, path: Path) -> Iterator[Path | None]:
+        """`new_directory` for those who write: rank 0, or all where weights are sharded. None for the others."""
+        if not self._leads:
+            yield None
+            return
+        with contextlib.ExitStack() as held:
+            scratch = held.enter_context(files.new_directory(path)) if self._world.rank == 0 else None
+            yield Path(self._writers.exchange(str(scratch))[0])
+            self._writers.exchange(None)  # all have written
+
+    @property
+    def _sharded(self) -> bool:
+        return self._policy is not None and self._policy.lockstep
+
+    @property
+    def _leads(self) -> bool:
+        """Does this rank hold weights that no other rank can write?"""
+        return self._sharded or self._world.rank == 0
+
+    @property
+    def _writers(self) -> Collective:
+        """Those who write files of weights together."""
+        return self._world if self._sharded else Collective()
 
     def _reference(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the policy is the KL reference: a trainer's adapter as the run began, or what this rank holds."""
@@ -409,30 +458,24 @@ def export_merged(checkpoint: Path, target: Path, base: Path | None = None) -> N
     policy = load_policy(base or place)
     policy.adapt(config, 0).restore(checkpoint, state["base"])
     with files.new_directory(target) as scratch:
-        _write_model(policy, scratch)
+        _write_model(policy, scratch, Collective())
 
 
-def _write_model(policy: Policy, directory: Path) -> None:
+def _write_model(policy: Policy, directory: Path, writers: Collective) -> None:
     """The whole model, as transformers reads it; an adapter's updates are merged."""
-    policy.model.save_pretrained(directory, state_dict=policy.tensors() if policy.adapter else None)
+    if policy.lockstep:
+        write_tensors(directory / "model.safetensors", policy.tensors(), writers)
+        if writers.rank:
+            return
+        policy.model.config.save_pretrained(directory)
+    else:
+        policy.model.save_pretrained(directory, state_dict=policy.tensors() if policy.adapter else None)
     files.copy_tokenizer(policy.directory, directory)
 
 
 def _need_tokens(data: StepData) -> None:
     if data.loss_tokens == 0:
         raise DataError("none of these trajectories has an action token; there is nothing to train")
-
-
-def _need_finite(policy: Policy, step: int) -> None:
-    for name, tensor in policy.tensors().items():
-        if not torch.isfinite(tensor).all():
-            remedy = (
-                "lower trainer.lr and resume from the checkpoint before (trainer.grad_norm and trainer.ratio_max in "
-                "metrics.jsonl show where it began)"
-                if step
-                else "the model of model.path is damaged, or trainer.cold_start.lr is too high"
-            )
-            raise files.NotFinite(f"after step {step} the weights are not finite, the first in {name}: {remedy}")
 
 
 def _figures(data: StepData, sums: Sums, result: StepResult, steps: int, refused: int) -> dict[str, Any]:

@@ -132,7 +132,10 @@ def _micro_batches(policy: Policy, data: StepData, shape: Shape, sums: Sums) -> 
     if largest >= policy.vocab_size:
         raise ValueError(f"token id {largest} is outside the model's vocabulary of {policy.vocab_size}")
     batches = plan([r.ids for r in data.sequences], shape.micro_tokens)
+    if policy.lockstep:  # the ranks wait for each other in every pass: large ones beside large ones
+        batches.sort(key=lambda b: -sum(len(data.sequences[i]) for i in b))
     sums.seconds["pack_s"] += time.perf_counter() - start
+    idle = policy.rounds(len(batches)) - len(batches)
     for indices in batches:
         rows = [data.sequences[i] for i in indices]
         with timed(sums, "pack_s"):
@@ -141,6 +144,8 @@ def _micro_batches(policy: Policy, data: StepData, shape: Shape, sums: Sums) -> 
         sums.computed_tokens += batch.ids.numel()
         sums.padded_tokens += batch.tree.gather.numel()
         yield rows, batch
+    for _ in range(idle):
+        policy.idle()
 
 
 def _tokens(

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from springtide.mounts import file_system
 from springtide.weights.fingerprint import TensorPrint
 
 _DTYPES = {
@@ -68,15 +69,21 @@ class Files:
         try:
             if not again:
                 _write_all(fd, memoryview(header), 0)
-                return {name: _write_tensor(fd, tensors[name], offset) for name, offset in offsets.items()}
+                return {name: _write_tensor(fd, whole(tensors[name]), offset) for name, offset in offsets.items()}
             memory = self._map(fd, writable=True)
         finally:
             os.close(fd)
         memory[: len(header)] = header
         return {
-            name: TensorPrint.of(tensors[name], _view(memory, tensors[name].dtype, tensors[name].shape, offset))
+            name: TensorPrint.of(whole(tensors[name]), _view(memory, tensors[name].dtype, tensors[name].shape, offset))
             for name, offset in offsets.items()
         }
+
+    @staticmethod
+    def send(tensors: Mapping[str, Tensor]) -> None:
+        """Give this rank's rows of sharded tensors to the rank that writes them."""
+        for name in _layout(tensors)[1]:
+            whole(tensors[name])
 
     def read(self, path: Path) -> dict[str, Tensor]:
         """The tensors of a file, which is not written over while one of them lives. Raises: FileNotFoundError."""
@@ -144,14 +151,8 @@ class Files:
 
 
 def in_memory(directory: Path) -> bool:
-    """Is this a file system in memory (tmpfs)? False where that cannot be found out."""
-    device = os.stat(directory).st_dev
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return False
-    mounts = [line.split() for line in lines]
-    return any(m[2] == f"{os.major(device)}:{os.minor(device)}" and m[m.index("-") + 1] == "tmpfs" for m in mounts)
+    """Is this a file system in memory? False where that cannot be found out."""
+    return file_system(directory) == "tmpfs"
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
@@ -169,6 +170,11 @@ def _layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
     text = json.dumps(entries, separators=(",", ":")).encode()
     header = _LENGTH.pack(len(text) + -len(text) % 8) + text + b" " * (-len(text) % 8)
     return header, {name: len(header) + begin for name, begin in begins.items()}, len(header) + end
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All rows, of which a sharded tensor's (a DTensor's) are copied: a call of all its ranks at once."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
 
 
 def _view(buffer: Any, dtype: torch.dtype, shape: Sequence[int], offset: int) -> Tensor:

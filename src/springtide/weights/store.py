@@ -65,6 +65,10 @@ class WeightStore:
         self.collect()
         return fingerprint
 
+    def send(self, tensors: Mapping[str, Tensor]) -> None:
+        """What the other ranks do while the one that publishes sharded `tensors` gathers them, one after another."""
+        self._files.send(_untie(tensors)[0])
+
     def load(self, version: int) -> dict[str, Tensor]:
         """The tensors of `version`, tied names included, memory-mapped and verified. They are read-only.
 
@@ -117,7 +121,7 @@ def _untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
     ):  # the head is the alias, as transformers does
         tensor = tensors[name].detach()
         key = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
-        if tensor.numel() and key in first:
+        if tensor.numel() and key in first and key[0]:  # a sharded tensor has no place of its own, and is not tied
             aliases[name] = first[key]
         else:
             first[key] = name
