@@ -9,6 +9,7 @@ import asyncio
 import functools
 import itertools
 import json
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -85,6 +86,14 @@ def test_a_run_whose_environment_cannot_serve_is_refused_before_it_starts() -> N
     run = make_config({"suites": [{"use": "db"}], "engine": {"kind": "vllm", "vllm": {"python": sys.executable}}})
     with pytest.raises(ConfigError, match=r"engine\.vllm\.python: .* holds no vLLM"):
         check_run(run)
+
+
+def test_what_vllms_worker_imports_of_us_is_found_beside_vllm() -> None:
+    """Its environment holds torch and what vLLM needs, but none of our dependencies."""
+    code = "import sys, springtide.weights.store; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    ours = {m.partition(".")[0] for m in loaded} & {"tomli_w", "pydantic", "msgpack", "typer", "rich", "aiohttp"}
+    assert ours == set() and "springtide.weights.store" in loaded
 
 
 def test_only_tested_versions_are_supported() -> None:

@@ -44,10 +44,13 @@ _PROBE = 'Search: "wörld" = 12,345.6\n\t{"name": "x"} 你好 🙂  end'
 
 async def main(socket_path: str, args: dict[str, Any]) -> None:
     """Serve until cancelled. args: `model`, `store`, `config` as `engine.server`, and the rank's `index`."""
-    async with VllmEngine.open(VllmSettings.of(args)) as engine:
-        handler = EngineHandler(engine)
-        async with wire.serve(socket_path, handler.handle, on_disconnect=handler.disconnected):
-            await asyncio.Event().wait()
+    try:
+        async with VllmEngine.open(VllmSettings.of(args)) as engine:
+            handler = EngineHandler(engine)
+            async with wire.serve(socket_path, handler.handle, on_disconnect=handler.disconnected):
+                await asyncio.Event().wait()
+    except (ConfigError, ProcessFailed) as error:
+        raise SystemExit(f"springtide: {error}") from None  # the last line of the log, which the supervisor shows
 
 
 Drawn = tuple[np.ndarray, np.ndarray, Literal["stop", "length"], int]  # ids, log-probs, finish, cached prompt tokens

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import os
 import shutil
 from collections import Counter
@@ -194,18 +193,18 @@ async def open_runtime(
             directory=sockets,
         )
         await stack.enter_async_context(env)
-        vllm, numbers = config.engine.kind == "vllm", itertools.count()
+        vllm = config.engine.kind == "vllm"
         engine_s = config.engine.vllm.start_s if vllm else start_s
         engines = [
             rank(
                 name,
                 f"springtide.engine.{'vllm' if vllm else 'server'}:main",
-                {"model": str(model_dir), "store": str(weights), "config": tree, "index": next(numbers)},
+                {"model": str(model_dir), "store": str(weights), "config": tree, "index": i},
                 restart=True,
                 prepare=prepare,
                 start_s=engine_s,
             )
-            for name in seated("rollout")
+            for i, name in enumerate(seated("rollout"))
         ]
         stale = engines[-1] if config.stale_apart else None
         workers = [
