@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
+
+from springtide.cli.train import Set
 
 if TYPE_CHECKING:
     from springtide.env.check import Verdict
 
-app = typer.Typer(help="Check an environment or a model before it costs a run.", no_args_is_help=True)
+app = typer.Typer(
+    help="Check an environment, a model or a whole configuration before it costs a run.", no_args_is_help=True
+)
 
 
 @app.callback()
@@ -90,24 +94,59 @@ def model(
 
     directory = resolve_model(path, key="PATH")
 
-    async def run() -> list[Verdict]:
-        found = []
+    async def examine() -> list[Verdict]:
         async with ModelChecker(directory, env, level, tool_format) as checker:
-            for name in checker.checks:
-                found.append(verdict := await checker.run(name))
-                if not as_json:
-                    typer.echo(f"  {verdict.verdict:8}{verdict.check:12}  {verdict.detail}")
-        return found
+            return await _made(checker, quiet=as_json)
 
+    _tell(str(directory), examine, as_json)
+
+
+@app.command()
+def cluster(
+    config: Annotated[Path, typer.Argument(help="a run's TOML file")],
+    set_: Set = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the verdicts as JSON")] = False,
+) -> None:
+    """Try a configuration on the machines it names: versions, memory, devices, ports, one publication, one generation.
+
+    Starts all processes of the run, and ends them. Exits with 0 if nothing failed, 1 if something did.
+    """
+    from springtide.cli.cluster_checks import ClusterChecker
+    from springtide.rundir import load_run
+
+    async def examine() -> list[Verdict]:
+        return await _made(ClusterChecker(load_run(config, tuple(set_ or ()))), quiet=as_json)
+
+    _tell(str(config), examine, as_json)
+
+
+class _Checker(Protocol):
+    @property
+    def checks(self) -> Mapping[str, object]: ...
+
+    async def run(self, name: str) -> Verdict: ...
+
+
+async def _made(checker: _Checker, *, quiet: bool) -> list[Verdict]:
+    """All its checks, in order, a line each."""
+    found = []
+    for name in checker.checks:
+        found.append(verdict := await checker.run(name))
+        if not quiet:
+            typer.echo(f"  {verdict.verdict:8}{verdict.check:14}  {verdict.detail}")
+    return found
+
+
+def _tell(title: str, examine: Callable[[], Coroutine[None, None, list[Verdict]]], as_json: bool) -> None:
+    """Make checks and say what they found. Exits with 1 if one failed."""
     if not as_json:
-        typer.echo(str(directory))
-    verdicts = asyncio.run(run())
-    kinds = [verdict.verdict for verdict in verdicts]
+        typer.echo(title)
+    verdicts = asyncio.run(examine())
     if as_json:
         typer.echo(json.dumps([asdict(verdict) for verdict in verdicts], indent=1))
     else:
-        typer.echo(_counted(kinds))
-    if "failed" in kinds:
+        typer.echo(_counted([verdict.verdict for verdict in verdicts]))
+    if any(verdict.verdict == "failed" for verdict in verdicts):
         raise typer.Exit(1)
 
 

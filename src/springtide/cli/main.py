@@ -45,7 +45,7 @@ app.command("eval")(evaluate.command)
 app.command("compare")(compare.command)
 app.command("view")(view.command)
 app.command("export")(export.command)
-app.add_typer(doctor.app, name="doctor", help="Check an environment or a model before you rely on it.")
+app.add_typer(doctor.app, name="doctor", help="Check an environment, a model or a configuration before you rely on it.")
 
 
 def main() -> None:

@@ -69,15 +69,7 @@ def check_weights(directory: Path) -> None:
 
     For the architectures the engine runs; no tensor is read. Raises: ModelNotFound, with the file and the first fault.
     """
-    index, shapes = directory / "model.safetensors.index.json", dict[str, list[int]]()
-    names = ["model.safetensors"]
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelNotFound(f"{index} is not an index of weights: {error!r}; copy the model again") from None
-    for name in names:
-        shapes |= _shapes(directory / name)
+    shapes = tensor_shapes(directory)
     try:
         wanted = _expected_shapes(json.loads((directory / "config.json").read_text()))
     except (KeyError, TypeError) as error:
@@ -90,6 +82,20 @@ def check_weights(directory: Path) -> None:
                 f"{directory}: {name} is {shapes[name]} in the weights and {expected} by config.json; "
                 "they belong to different models"
             )
+
+
+def tensor_shapes(directory: Path) -> dict[str, list[int]]:
+    """Tensor -> shape, from the headers of a model's safetensors files. Raises: ModelNotFound."""
+    index, shapes = directory / "model.safetensors.index.json", dict[str, list[int]]()
+    names = ["model.safetensors"]
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelNotFound(f"{index} is not an index of weights: {error!r}; copy the model again") from None
+    for name in names:
+        shapes |= _shapes(directory / name)
+    return shapes
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:

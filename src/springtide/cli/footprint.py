@@ -1,0 +1,150 @@
+"""How much memory a run's processes need, from its configuration and its model's files, before any of them starts.
+
+Owns: the arithmetic. Invariants: no tensor is read and torch is not imported; what cannot be known (what environments
+hold, what a library takes) is a constant here and said as an estimate.
+Called by: `cli.cluster_checks`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from springtide.config import Config
+from springtide.models.presets import ModelNotFound, tensor_shapes
+
+# A process before it holds anything of the model: Python with torch and transformers, without them, and vLLM's two.
+TORCH_BYTES, PLAIN_BYTES, VLLM_BYTES = 400 << 20, 120 << 20, 2500 << 20
+# Versions that the store holds at once: the newest, the one before it, and the one that is written (or its spare file).
+STORED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """parameters: tied ones once. kv_values: keys and values of one token, of all layers."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    kv_values: int
+
+    @classmethod
+    def read(cls, directory: Path) -> ModelSize:
+        """From the headers of its weights, and its config.json. Raises: ModelNotFound."""
+        data: Any = json.loads((directory / "config.json").read_text())
+        data = data.get("text_config") or data
+        try:
+            layers, hidden, heads = (data[k] for k in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+            kv_heads = data.get("num_key_value_heads") or heads
+            head = data.get("head_dim") or hidden // heads
+            inner, vocabulary = data.get("intermediate_size") or 4 * hidden, data["vocab_size"]
+        except (KeyError, TypeError) as error:
+            raise ModelNotFound(f"{directory}/config.json does not describe a decoder: {error!r} is missing") from None
+        shapes = tensor_shapes(directory)
+        if data.get("tie_word_embeddings") and len(shapes) > 1:
+            shapes.pop("lm_head.weight", None)
+        parameters = sum(math.prod(shape) for shape in shapes.values())
+        return cls(parameters, layers, hidden, inner, vocabulary, 2 * layers * kv_heads * head)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes of one process on its device, and in the machine's memory beside it (the same, where it is the CPU)."""
+
+    device: str
+    on_device: int
+    in_memory: int
+
+    @property
+    def cpu(self) -> int:
+        return self.in_memory + (self.on_device if self.device == "cpu" else 0)
+
+
+def needs(config: Config, model: ModelSize) -> dict[str, Need]:
+    """By process, what it needs at its largest."""
+    trainer, engine = config.trainer, config.engine
+    found = {}
+    held = sum(trainer_state(config, model).values())
+    for rank in range(trainer.ranks):
+        name = f"trainer-{rank}" if trainer.ranks > 1 else "trainer"
+        found[name] = Need(trainer.device, held + activations(config, model), TORCH_BYTES)
+    own_reference = trainer.lora.rank > 0 and config.reference.path is None
+    frozen = 4 * model.parameters + config.trainer.logit_chunk * model.vocabulary * 8
+    if config.algorithm.kl_coef > 0 and not own_reference:
+        found["reference"] = Need(trainer.device, frozen, TORCH_BYTES)
+    if config.algorithm.old_logprobs == "recompute":
+        found["proximal"] = Need(trainer.device, frozen, TORCH_BYTES)
+    base = TORCH_BYTES if engine.kind == "local" else VLLM_BYTES
+    for index in range(config.engines if not engine.vllm.urls else 0):  # a server that runs already is not ours
+        found[f"engine-{index}"] = Need(engine.device, engine_bytes(config, model), base)
+    for kind, count in (("rollout", config.runtime.rollout_workers), ("env", config.runtime.env_workers)):
+        found |= {f"{kind}-{i}": Need("cpu", 0, PLAIN_BYTES) for i in range(count)}
+    return found
+
+
+def trainer_state(config: Config, model: ModelSize) -> dict[str, int]:
+    """What a trainer rank holds between steps and while it takes one: weights, gradients, the optimiser's moments."""
+    trainer, count = config.trainer, model.parameters
+    if trainer.lora.rank:
+        # A and B of every linear layer: seven of them, about (4 hidden + 3 (hidden + intermediate)) * 2 * rank
+        per_layer = trainer.lora.rank * (8 * model.hidden + 3 * (model.hidden + model.intermediate))
+        adapter = model.layers * per_layer
+        return {"weights": 4 * count, "gradients": 4 * adapter, "moments": 8 * adapter}
+    share = trainer.ranks if trainer.sharding == "fsdp" else 1
+    return {"weights": 4 * count // share, "gradients": 4 * count // share, "moments": 8 * count // share}
+
+
+def activations(config: Config, model: ModelSize) -> int:
+    """What a pass over one micro-batch keeps for its backward pass, logits included."""
+    trainer = config.trainer
+    layer = 4 * (11 * model.hidden + 5 * model.intermediate)
+    layers = layer * model.layers
+    if trainer.activation_checkpointing:
+        layers = 4 * model.hidden * model.layers + layer
+    # A chunk's logits, their softmax and their gradient: more than one chunk is computed again, one after another.
+    return trainer.micro_tokens * layers + 3 * 4 * trainer.logit_chunk * model.vocabulary
+
+
+def engine_bytes(config: Config, model: ModelSize) -> int:
+    """An engine's weights in every slot, and all of its KV cache."""
+    engine = config.engine
+    dtype = engine.vllm.dtype if engine.kind == "vllm" else "auto"
+    wide = 4 if dtype == "float32" or (dtype == "auto" and engine.device == "cpu") else 2
+    return wide * (engine.slots * model.parameters + engine.kv_tokens * model.kv_values)
+
+
+def stored_bytes(config: Config, model: ModelSize) -> int:
+    """Published weights that the store holds at once, the stale pool's and an evaluation's included."""
+    versions = STORED + (config.rollout.stale_probability > 0) + (config.eval.every > 0)
+    return versions * 4 * model.parameters
+
+
+def checkpoint_bytes(config: Config, model: ModelSize) -> int:
+    """Checkpoints on disk at once: those that are kept, and the one being written."""
+    state = trainer_state(config, model)
+    share = config.trainer.ranks if config.trainer.sharding == "fsdp" and not config.trainer.lora.rank else 1
+    one = state["moments"] * share + (0 if config.trainer.lora.rank else 4 * model.parameters)
+    return (config.trainer.checkpoint_keep + 1) * one
+
+
+def available_memory(meminfo: str, cgroup: str | None = None, used: int = 0) -> int:
+    """Bytes that can still be taken: what /proc/meminfo says, and no more than a container's limit leaves."""
+    lines = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    return min(free, int(cgroup) - used) if cgroup and cgroup.strip().isdigit() else free
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def listed(needs: Mapping[str, Need]) -> str:
+    """The largest first, as "trainer 1.2 GiB, engine-0 0.9 GiB"."""
+    largest = sorted(needs.items(), key=lambda item: -(item[1].on_device + item[1].in_memory))
+    return ", ".join(f"{name} {gib(n.on_device + n.in_memory)}" for name, n in largest)
