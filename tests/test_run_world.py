@@ -12,6 +12,7 @@ import pytest
 from tests.run_support import alive, descendants, program, records, run_config, start_run, wait_for
 
 import springtide
+from springtide.config import Config
 
 
 def test_a_run_of_two_trainer_ranks_learns_and_adds_up(tiny_model: Path, tmp_path: Path) -> None:
@@ -47,3 +48,21 @@ def test_a_killed_trainer_rank_ends_the_run_with_its_cause_in_seconds(
     assert run.stdout is not None
     assert f"{victim} ended with status -9" in run.stdout.read()
     assert not alive(children)
+
+
+def test_a_sharded_run_learns_and_goes_on_with_another_number_of_ranks(tiny_model: Path, tmp_path: Path) -> None:
+    def config(steps: int, ranks: int, sharding: str) -> Config:
+        return run_config(
+            tiny_model, tmp_path, run={"steps": steps}, rollout={"group": {"n": 8}, "concurrency": 16},
+            trainer={"groups": 8, "ranks": ranks, "sharding": sharding},
+            weights={"dir": str(tmp_path / "weights")},
+        )  # fmt: skip
+
+    springtide.train(config(15, 2, "fsdp"))
+    summary = springtide.train(config(25, 1, "replicate"), resume=True)
+    steps = records(config(25, 1, "replicate"))
+    assert [r["step"] for r in steps] == list(range(1, 26))
+    assert [r["trainer"]["steps"] for r in steps] == list(range(1, 26)), "the optimiser goes on"
+    rewards = [r["reward"]["letters"] for r in steps if r["reward"]]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.1, rewards
+    assert summary.logprob_gap_mean < 1e-4 and summary.ledger["open"] == 0
