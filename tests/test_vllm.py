@@ -35,7 +35,10 @@ from springtide.engine.vllm_server import (
 )
 from springtide.models.presets import resolve_model
 from springtide.process import ProcessFailed
+from springtide.rollout.worker import _WithStalePool
+from springtide.runtime.local import Runtime
 from springtide.trainer.start import check_run
+from springtide.weights.pins import Pins
 from springtide.weights.store import Canary, WeightStore
 
 PROMPT = np.arange(10, 20, dtype=np.int32)
@@ -464,3 +467,65 @@ async def test_a_server_that_goes_away_ends_the_engine_and_answers_no_turn(
                 await asyncio.sleep(5)
     assert turn is not None and not turn.done()
     turn.cancel()
+
+
+# --- where turns and versions go ---------------------------------------------------------------------------------
+
+
+class Recorded:
+    """An engine, its link and its rank in one: what each call was, and whether it refuses."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.refuses = False
+
+    async def client(self) -> Any:
+        return self
+
+    async def generate(self, session: str, ids: np.ndarray, sampling: Sampling, **options: Any) -> str:
+        if self.refuses:
+            raise EngineError("the stale pool no longer holds it")
+        self.calls.append((session, options["version"]))
+        return session
+
+    async def release(self, session: str) -> None:
+        self.calls.append(("release", session))
+
+    async def call(self, method: str, *, deadline_s: float, version: int) -> None:
+        self.calls.append((method, version))
+
+
+@asynchronous
+async def test_stale_turns_go_to_the_stale_pool_and_to_the_newest_once_it_was_refreshed() -> None:
+    current, stale = Recorded(), Recorded()
+    engine = _WithStalePool(current, stale, 3)  # type: ignore[arg-type]
+    sampling = Sampling(1, 0, 4)
+    await engine.generate("a/stale", PROMPT, sampling, version=3)
+    await engine.generate("a/current", PROMPT, sampling, version=None)
+    stale.refuses = True
+    await engine.generate("a/stale", PROMPT, sampling, version=3)
+    assert stale.calls == [("a/stale", 3)] and current.calls == [("a/current", None), ("a/stale", None)]
+    await engine.release("a/stale")
+    assert ("release", "a/stale") in stale.calls and ("release", "a/stale") in current.calls
+
+
+@asynchronous
+async def test_the_stale_pools_engine_is_given_its_version_only_also_when_it_starts_again(tmp_path: Path) -> None:
+    first, second, stale = engines = [Recorded() for _ in range(3)]
+    nothing: Any = None
+    ranks: Any = engines
+    runtime = Runtime(*[nothing] * 5, ranks, [], nothing, tmp_path, tmp_path, Pins(tmp_path), 1.0, ranks[2])
+    await runtime.load(5, stale=5)
+    await runtime.load(6)
+    await runtime.pin(6)
+    assert first.calls == second.calls == [("load", 5), ("load", 6), ("pin", 6)] and stale.calls == [("load", 5)]
+    for engine in engines:
+        engine.calls.clear()
+        await runtime.prepare_engine(engine)  # type: ignore[arg-type]
+    assert first.calls == [("load", 6), ("pin", 6)] and stale.calls == [("load", 5)]
+    assert Pins(tmp_path).versions() == {5, 6}
+    first.calls.clear()
+    await runtime.unpin()  # although it is still the newest: a pin that stays would keep an engine from the next
+    assert first.calls == [("drop", 6)]
+    await runtime.load(7, stale=7)
+    assert stale.calls == [("load", 5), ("load", 7)] and Pins(tmp_path).versions() == {7}
