@@ -37,7 +37,7 @@ from springtide.engine.vllm_server import Server, VllmSettings, check_version
 from springtide.process import ProcessFailed, scratch_directory, task_group
 
 MIN_TEMPERATURE = 0.01  # vLLM samples anything between 0 and this as if it were this
-_POLL_S, _LOOK_S = 0.2, 5.0
+_POLL_S, _LOOK_S, _LAST_WORDS_S = 0.2, 5.0, 10.0
 _BFLOAT16_TOLERANCE = 0.5  # of a canary against a publisher in float32, as in `engine.local`
 _PROBE = 'Search: "wörld" = 12,345.6\n\t{"name": "x"} 你好 🙂  end'
 
@@ -164,11 +164,21 @@ class VllmEngine:
                 watcher.cancel()
 
     async def _watch(self, server: Server | None) -> None:
-        """Raises: ProcessFailed once the server is gone."""
-        if server is not None:
-            raise ProcessFailed(await server.ended())
-        await self._gone.wait()
-        raise ProcessFailed(f"the vLLM server at {self.settings.url} does not answer any more")
+        """Raises: ProcessFailed once the server is gone; one of ours that does not answer gets a moment to say why."""
+        where = self.settings.url or "vLLM"
+        if server is None:
+            await self._gone.wait()
+            raise ProcessFailed(f"the server at {where} does not answer any more")
+        async with task_group() as tasks:
+            ended = tasks.create_task(server.ended())
+            gone = tasks.create_task(self._gone.wait())
+            await asyncio.wait({ended, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ended}, timeout=_LAST_WORDS_S)
+            gone.cancel()
+            if not ended.done():
+                ended.cancel()
+                raise ProcessFailed(f"{where} does not answer any more{server.cause}")
+        raise ProcessFailed(ended.result())
 
     # --- turns ------------------------------------------------------------------------------------------------
 
@@ -420,6 +430,8 @@ class VllmEngine:
                 text = await response.text()
         except aiohttp.ClientError as error:
             await self._lost(error)
+        if response.status >= 500 and not await self._healthy():
+            await self._lost(None)
         if response.status != 200:
             raise EngineError(f"vLLM answered {path} with {response.status}: {_said(text)}")
         answer: dict[str, Any] = json.loads(text)
@@ -432,10 +444,10 @@ class VllmEngine:
         except aiohttp.ClientError as error:
             return await self._lost(error)
 
-    async def _lost(self, error: aiohttp.ClientError) -> Any:
+    async def _lost(self, error: aiohttp.ClientError | None) -> Any:
         """Wait for our own end if the server is gone. Raises: EngineError if it is not: a connection broke."""
         await asyncio.sleep(_POLL_S)
-        if await self._healthy():
+        if error is not None and await self._healthy():
             raise EngineError(f"a connection to vLLM broke ({type(error).__name__}: {error})")
         self._gone.set()
         await asyncio.Event().wait()

@@ -142,7 +142,7 @@ class Server:
     """A server of ours, up: `connector` reaches it, `ended` returns what its end was."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process, self._cause = process, ""
+        self._process, self.cause = process, ""  # as it ends a sentence
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -175,7 +175,7 @@ class Server:
     async def ended(self) -> str:
         await self._process.wait()
         await asyncio.sleep(_LAST_WORDS_S)  # for what it said last
-        return f"vLLM ended with status {self._process.returncode}" + (f": {self._cause}" if self._cause else "")
+        return f"vLLM ended with status {self._process.returncode}{self.cause}"
 
     async def _read(self) -> None:
         """Write what it prints to our log, and remember the first error's line: what follows only repeats it."""
@@ -185,5 +185,5 @@ class Server:
                 text = line.decode(errors="replace")
                 sys.stdout.write(text)
                 sys.stdout.flush()
-                if not self._cause and " WARNING " not in text and (found := _ERROR.search(text)):
-                    self._cause = f"{found[1]}: {found[2].strip()}"
+                if not self.cause and " WARNING " not in text and (found := _ERROR.search(text)):
+                    self.cause = f": {found[1]}: {found[2].strip()}"
