@@ -102,7 +102,11 @@ def test_only_the_adapter_is_trained_and_the_merged_model_is_published(tmp_path)
     assert changed == {name for name in base.tensors() if "_proj" in name}
 
     rank.publish(1)
-    published = rank._weights().load(1)  # verified by its fingerprint
+    rank.publish(2)
+    published = rank._weights().load(2)  # verified by its fingerprint
+    files_of = {p.name: {f.name: f.stat().st_size for f in p.iterdir()} for p in rank._weights().directory.iterdir()}
+    (base_file,) = (files["weights.safetensors"] for name, files in files_of.items() if name.startswith("base-"))
+    assert files_of["2"]["weights.safetensors"] < base_file / 2, "a version holds the adapter alone"
     whole = load_policy(model)
     whole.load_tensors({n: t for n, t in published.items() if n in base.tensors()})
     assert_same(whole, policy)

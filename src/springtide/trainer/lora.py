@@ -87,6 +87,15 @@ class Adapter:
             for part in ("lora_A", "lora_B")
         }
 
+    @property
+    def scale(self) -> float:
+        return self.config.alpha / self.config.rank
+
+    def frozen(self, model: nn.Module) -> dict[str, Tensor]:
+        """The base's weights by name."""
+        own = self.tensors()
+        return {name: p.detach() for name, p in model.named_parameters() if name not in own}
+
     def merge(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The model's parameters by name, without the updates as such, each adapted weight with its update."""
         own = self.tensors()

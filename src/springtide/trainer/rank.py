@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,6 +54,7 @@ from springtide.wire import Peer, serve
 METHODS = frozenset(
     {"init", "train", "supervised", "cold_start", "logprobs", "kl", "publish", "pull", "save", "forget", "export"}
 )
+_BFLOAT16_TOLERANCE = 0.5  # of a canary that is computed in it here and in float32 by an engine, as in `engine.local`
 _CANARY_TOKENS = 16  # ids of the prompt whose log-probs go with published weights
 
 
@@ -283,18 +285,29 @@ class Rank:
 
         Raises: NotFinite.
         """
-        policy, _ = self._ready()
+        policy, config = self._ready()
         started = time.perf_counter()
         self._check_weights(policy, version_step(version))
         if self._leads:
             ids = np.random.default_rng(0).integers(0, policy.vocab_size, _CANARY_TOKENS).astype(np.int32)
             canary = Canary(tuple(ids.tolist()), tuple(policy.score(ids).tolist()))
-            if self._world.rank == 0:
-                self._weights().publish(version, policy.tensors(), canary)
-            else:
-                self._weights().send(policy.tensors())
+            if config.trainer.param_dtype == "bfloat16":
+                canary = replace(canary, tolerance=_BFLOAT16_TOLERANCE)
+            self._put(policy, version, canary)
         self.version = version
         return {"version": version, "seconds": time.perf_counter() - started}
+
+    def _put(self, policy: Policy, version: int, canary: Canary) -> None:
+        """Into the store: the weights, or an adapter alone beside its base, which is there once. Rank 0 writes."""
+        store, adapter = self._weights(), policy.adapter
+        writes, base, scale = self._world.rank == 0, None, 1.0
+        tensors = policy.tensors() if adapter is None else adapter.tensors()
+        if adapter is not None:
+            base, scale = adapter.base[:16], adapter.scale
+            if not self._writers.exchange(store.has_base(base))[0]:
+                frozen = adapter.frozen(policy.model)
+                store.publish_base(base, frozen) if writes else store.send(frozen)
+        store.publish(version, tensors, canary, base=base, scale=scale) if writes else store.send(tensors)
 
     def pull(self, version: int) -> dict[str, Any]:
         """Take the weights of `version` from the store (a reference or a proximal policy). Returns `{version}`."""
@@ -377,7 +390,7 @@ class Rank:
 
     def _check_weights(self, policy: Policy, step: int) -> None:
         """Raises: NotFinite; RuntimeError where the ranks' copies of the weights have come apart."""
-        tensors = {name: local(tensor) for name, tensor in policy.tensors().items()}
+        tensors = {name: local(p.detach()) for name, p in policy.model.named_parameters()}
         bad = [i for i, tensor in enumerate(tensors.values()) if not torch.isfinite(tensor).all()][:1]
         if bad := [i for part in self._world.exchange(bad) for i in part]:
             remedy = (

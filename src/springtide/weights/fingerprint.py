@@ -106,12 +106,17 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Of one version: every tensor by checkpoint name; `aliases` maps a tied name to the stored one."""
+    """Of one version: every stored tensor by checkpoint name; `aliases` maps a tied name to the stored one.
+
+    base, scale: of a version that is an adapter: what its updates are of, and what they are scaled by.
+    """
 
     version: int
     tensors: dict[str, TensorPrint]
     aliases: dict[str, str] = field(default_factory=dict)
     canary: Canary | None = None
+    base: str | None = None
+    scale: float = 1.0
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises: FingerprintMismatch, naming the first tensor that differs."""
@@ -135,7 +140,8 @@ class Fingerprint:
             n: {"shape": p.shape, "dtype": p.dtype, "sum": p.sum, "sample": p.sample} for n, p in self.tensors.items()
         }
         canary = self.canary and dataclasses.asdict(self.canary)
-        return json.dumps({"version": self.version, "tensors": tensors, "aliases": self.aliases, "canary": canary})
+        rest = {"aliases": self.aliases, "canary": canary, "base": self.base, "scale": self.scale}
+        return json.dumps({"version": self.version, "tensors": tensors, **rest})
 
     @classmethod
     def from_json(cls, text: str) -> Fingerprint:
@@ -147,7 +153,7 @@ class Fingerprint:
         canary = data["canary"] and Canary(
             tuple(data["canary"]["ids"]), tuple(data["canary"]["logprobs"]), data["canary"]["tolerance"]
         )
-        return cls(data["version"], prints, data["aliases"], canary)
+        return cls(data["version"], prints, data["aliases"], canary, data["base"], data["scale"])
 
 
 def _short(p: TensorPrint) -> str:

@@ -2,11 +2,13 @@
 
 Owns: the files of every kept version, their fingerprints, and which may go. Invariants: a version is visible only when
 whole (its directory is renamed into place); what a reader gets has the fingerprint of what was published; a tensor
-that the model ties is stored once; the newest versions and every pinned one are kept, the rest collected.
+that the model ties is stored once; the newest versions and every pinned one are kept, the rest collected. An adapter's
+version holds its updates only, and readers merge them into a base that is stored once.
 Called by: trainer ranks (`publish`), engines (`load`); the runtime pins through `weights.pins`. Whoever reads a file
 otherwise than by `load` takes its lock first: in memory, a collected version's file is written over (`weights.files`).
 
     DIR/<version>/weights.safetensors   DIR/<version>/fingerprint.json   DIR/pins/<version>.<owner>
+    DIR/base-<name>/ (the same two)
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from springtide.weights.pins import Pins
 
 __all__ = ["Canary", "Fingerprint", "FingerprintMismatch", "StoreError", "TensorPrint", "WeightStore"]
 
-_FILE = "weights.safetensors"
+_FILE, _PRINT = "weights.safetensors", "fingerprint.json"
 
 # The newest and the one before it: a reader that was told of the newest can still open it when the next arrives.
 _KEEP = 2
@@ -44,25 +46,58 @@ class WeightStore:
         self.directory = Path(directory)
         self._pins = Pins(self.directory)
         self._files = Files(self.directory)
+        self._bases: dict[str, dict[str, Tensor]] = {}  # that were read and verified
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor], canary: Canary | None = None) -> Fingerprint:
+    def publish(
+        self,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        canary: Canary | None = None,
+        *,
+        base: str | None = None,
+        scale: float = 1.0,
+    ) -> Fingerprint:
         """Write `tensors` (by checkpoint name, any dtype) as `version`, then collect what no one needs.
 
-        Raises: StoreError if the version exists (no tag may name two weights), OSError if there is no room.
+        base: they are LAYER.lora_A.weight and LAYER.lora_B.weight, of which `scale` B A is added to LAYER.weight of
+        that base. Raises: StoreError if the version exists (no tag may name two weights), OSError if there is no room.
         """
         final = self.directory / str(version)
         if final.exists():
             raise StoreError(f"version {version} is published already in {self.directory}")
+        fingerprint = self._put(final, version, tensors, canary, base, scale)
+        self.collect()
+        return fingerprint
+
+    def publish_base(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write what versions that are adapters are updates of; it stays. Raises: OSError if there is no room."""
+        self._put(self._base_directory(name), 0, tensors)
+
+    def has_base(self, name: str) -> bool:
+        return self._base_directory(name).exists()
+
+    def _base_directory(self, name: str) -> Path:
+        return self.directory / f"base-{name}"
+
+    def _put(
+        self,
+        final: Path,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        canary: Canary | None = None,
+        base: str | None = None,
+        scale: float = 1.0,
+    ) -> Fingerprint:
         stored, aliases = _untie(tensors)
         temporary = Path(tempfile.mkdtemp(prefix=".publishing-", dir=self.directory))
         try:
-            fingerprint = Fingerprint(version, self._files.write(temporary / _FILE, stored), aliases, canary)
-            (temporary / "fingerprint.json").write_text(fingerprint.to_json())
+            prints = self._files.write(temporary / _FILE, stored)
+            fingerprint = Fingerprint(version, prints, aliases, canary, base, scale)
+            (temporary / _PRINT).write_text(fingerprint.to_json())
             os.rename(temporary, final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        self.collect()
         return fingerprint
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
@@ -75,18 +110,32 @@ class WeightStore:
         While one of them lives its file is kept: copy what must stay. Raises: StoreError if it is not there,
         FingerprintMismatch if it is not what was published.
         """
-        fingerprint = self.fingerprint(version)
         try:
-            tensors = self._files.read(self.directory / str(version) / _FILE)
+            fingerprint, tensors = self._get(self.directory / str(version))
         except FileNotFoundError:
             raise self._gone(version) from None
+        if fingerprint.base is None:
+            return tensors
+        if fingerprint.base not in self._bases:
+            self._bases[fingerprint.base] = self._get(self._base_directory(fingerprint.base))[1]
+        whole = dict(self._bases[fingerprint.base])
+        for name, a in tensors.items():
+            layer, _, part = name.rpartition(".lora_")
+            if part == "A.weight":
+                b = tensors[f"{layer}.lora_B.weight"]
+                whole[f"{layer}.weight"] = torch.addmm(whole[f"{layer}.weight"], b, a, alpha=fingerprint.scale)
+        return whole
+
+    def _get(self, directory: Path) -> tuple[Fingerprint, dict[str, Tensor]]:
+        fingerprint = Fingerprint.from_json((directory / _PRINT).read_text())
+        tensors = self._files.read(directory / _FILE)
         fingerprint.check(tensors)
-        return {**tensors, **{alias: tensors[name] for alias, name in fingerprint.aliases.items()}}
+        return fingerprint, {**tensors, **{alias: tensors[name] for alias, name in fingerprint.aliases.items()}}
 
     def fingerprint(self, version: int) -> Fingerprint:
         """Raises: StoreError if the version is not there."""
         try:
-            return Fingerprint.from_json((self.directory / str(version) / "fingerprint.json").read_text())
+            return Fingerprint.from_json((self.directory / str(version) / _PRINT).read_text())
         except FileNotFoundError:
             raise self._gone(version) from None
 
