@@ -163,6 +163,7 @@ def test_a_run_plays_on_vllm_and_learns_from_its_tokens(tmp_path: Path) -> None:
         "engine": VLLM,
         "runtime": {"start_s": 600},
         "rollout": {"stale_probability": 0.3, "stale_refresh": 2, "group": {"n": 4, "deadline_s": 900}},
+        "algorithm": {"equal_rewards": "keep"},  # the shipped model may say the same to all of a group
         "eval": {"every": 3, "tasks": 4, "at_ends": False, "greedy": False},
     }
     config = run_config(NANO, tmp_path / "runs", **tables)
@@ -170,8 +171,7 @@ def test_a_run_plays_on_vllm_and_learns_from_its_tokens(tmp_path: Path) -> None:
     try:
         log = config.run_dir / "metrics.jsonl"
         wait_for("two steps", lambda: log.exists() and len(records(config)) >= 2, 900)
-        engines = [p for p in descendants(run.pid) if "engine-0" in _socket(p)]
-        os.kill(named(descendants(run.pid) & descendants(engines[0]), "VLLM::EngineCore"), signal.SIGKILL)
+        os.kill(named(descendants(run.pid), "VLLM::EngineCore"), signal.SIGKILL)
         assert run.wait(1800) == 0, (tmp_path / "out").read_text()[-3000:]
     finally:
         if run.poll() is None:
@@ -179,16 +179,13 @@ def test_a_run_plays_on_vllm_and_learns_from_its_tokens(tmp_path: Path) -> None:
             run.wait(60)
     steps = records(config)
     assert [r["step"] for r in steps] == list(range(1, 9))
-    assert steps[-1]["restarts"].get("engine-0", 0) >= 1
+    assert sum(n for name, n in steps[-1]["restarts"].items() if name.startswith("engine")) >= 1
+    assert all(r["trainer"]["gap_mean"] < 1e-4 for r in steps if r["trainer"]["gap_tokens"])
     assert {r["label"] for r in records(config, "eval")} == {"step 3", "step 6"}
     audit = Ledger(config.run_dir / "ledger.sqlite").audit()
-    assert audit["trained"] == 8 * config.trainer.groups
+    assert audit["trained"] == 8 * config.trainer.groups * config.rollout.group.n
     policies = set()
     for file in (config.run_dir / "trajectories").glob("0*.msgpack"):
         for trajectory in Group.load(file).trajectories:
             policies |= {t.policy for t in trajectory.turns}
     assert policies == {"current", "stale"}
-
-
-def _socket(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text()

@@ -82,17 +82,6 @@ class RunDirectory:
         atomic_write(path, (json.dumps(data, indent=1, sort_keys=True) + "\n").encode())
 
 
-def file_system(path: Path) -> str | None:
-    """The type of the file system a path lies in, as tmpfs or ext4; None where that cannot be found out."""
-    device = os.stat(path).st_dev
-    try:
-        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    except OSError:
-        return None
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    return next((m[m.index("-") + 1] for m in reversed(mounts) if m[2] == wanted), None)
-
-
 def apart_from_place(use: str) -> str:
     """What a suite is called wherever its file lies: `safe.py:Safe`, of `examples/safe.py:Safe`."""
     return use.rpartition("/")[2]
