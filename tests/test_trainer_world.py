@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import os
 import re
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -247,3 +251,29 @@ def test_a_rank_that_holds_its_rows_only_is_smaller_by_the_others(ranks, tmp_pat
         now = [anonymous_bytes(rank.process) for rank in ranks.ranks[:2]]
         held[sharding] = max(b - a for a, b in zip(before, now, strict=True)) / parameters
     assert held["replicate"] > 11.5 and held["fsdp"] < 0.6 * held["replicate"], held
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
+def test_a_rank_that_waits_for_another_sleeps(ranks, tmp_path: Path, sharding: str) -> None:
+    """On few cores the others need what a spinning rank would take."""
+    model = tiny_model(tmp_path / "model")
+    items = tuple(write_groups(tmp_path / "groups", SHAPES))
+    world = ranks.world(2, model, tree(trainer={"sharding": sharding}))
+    waiting, stopped = (rank.process.pid for rank in ranks.ranks[:2])
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        call = asyncio.run_coroutine_threadsafe(
+            world.world.call("train", deadline_s=60, items=items, version=0), world.loop
+        )
+        time.sleep(1.5)
+        before = cpu_seconds(waiting)
+        time.sleep(1.0)
+        assert cpu_seconds(waiting) - before < 0.2 and not call.done()
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert call.result(45)["refused"] is None

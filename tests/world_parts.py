@@ -53,10 +53,10 @@ class Live:
     started: tuple[Any, ...]
 
     def __init__(self, world: World, loop: asyncio.AbstractEventLoop) -> None:
-        self.world, self._loop = world, loop
+        self.world, self.loop = world, loop
 
     def wait(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(45)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(45)
 
     def __call__(self, method: str, **payload: Any) -> Any:
         return self.wait(self.world.call(method, deadline_s=60, **payload))
