@@ -62,13 +62,13 @@ class Nodes:
                 os.kill(pid, signal.SIGKILL)
         node.wait()
 
-    def pids(self) -> set[int]:
-        """Of every process of every node."""
-        return {pid for node in self._nodes.values() for pid in descendants(node.pid)}
+    def pids(self, name: str | None = None) -> set[int]:
+        """Of every process of a node, or of all."""
+        return {pid for n, node in self._nodes.items() if name in (None, n) for pid in descendants(node.pid)}
 
     def holds(self, name: str) -> set[str]:
         """The programs of a run on that node."""
-        return {program(p) for p in descendants(self._nodes[name].pid)}
+        return {program(pid) for pid in self.pids(name)}
 
     def end(self) -> None:
         for name in reversed(self._nodes.copy()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -124,3 +125,24 @@ def program(pid: int) -> str:
         return Path(os.readlink(f"/proc/{pid}/fd/1")).stem
     except OSError:
         return ""
+
+
+def listening(pids: set[int]) -> dict[str, str]:
+    """Socket -> its port and address over TCP, or "unix", of all that these processes listen on."""
+    held: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    held.add(os.readlink(descriptor))
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A":
+                found[f"socket:[{inode}]"] = local
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        _, _, _, flags, _, _, inode, *_ = line.split()
+        if int(flags, 16) & 0x10000:
+            found[f"socket:[{inode}]"] = "unix"
+    return {socket: where for socket, where in found.items() if socket in held}
