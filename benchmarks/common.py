@@ -472,6 +472,7 @@ _PURPOSE = {
     "engine": "The local engine's speed",
     "fsdp": "Two trainer ranks against one",
     "goodput": "Tokens that are learned from, a second",
+    "gpu_check": "What needs a GPU: engines, trainers and publication on one, as shares of its own matrix product",
     "household": "What policies without a model reach at each level of household, on `test`",
     "kg": "What policies without a model reach at each level of kg, on `test`",
     "kills": "How soon a run goes on after a process, an actor or a node is killed, and what is lost",
