@@ -24,6 +24,7 @@ from springtide.trainer.collective import balance
 from springtide.trainer.data import read_logprobs
 from springtide.trainer.rank import Rank
 from springtide.weights.store import WeightStore
+from springtide.wire import RemoteError
 from trainer_parts import config, tiny_model, write_groups
 
 SHAPES = [[[(30, 12)], [(24, 9)], [(40, 20)]], [[(16, 5), (12, 4)], [(33, 15)], [(20, 8)]]]
@@ -41,19 +42,22 @@ def tree(**tables) -> dict:
 
 lengths = st.integers(2, 60)
 segments = st.lists(lengths.flatmap(lambda t: st.tuples(st.just(t), st.integers(1, t - 1))), min_size=1, max_size=2)
+rest = st.fixed_dictionaries(
+    {"optimizer": st.sampled_from(["adamw", "muon"]), "logit_chunk": st.sampled_from([5, 4096])}
+)
 steps = st.lists(st.lists(segments, min_size=1, max_size=3), min_size=1, max_size=4)
 
 
 @settings(
     max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
 )
-@given(shapes=steps, micro=st.sampled_from([64, 200, 4096]), optimizer=st.sampled_from(["adamw", "muon"]))
+@given(shapes=steps, micro=st.sampled_from([64, 200, 4096]), rest=rest)
 @pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
-def test_two_ranks_take_the_steps_of_one(ranks, tmp_path_factory, sharding, shapes, micro, optimizer) -> None:
+def test_two_ranks_take_the_steps_of_one(ranks, tmp_path_factory, sharding, shapes, micro, rest) -> None:
     """Uneven steps, and steps of one segment, which leave a rank without work."""
     tmp = tmp_path_factory.mktemp("step")
     model = tiny_model(tmp / "model")
-    trainer = {"lr": 1e-4, "micro_tokens": micro, "optimizer": optimizer}
+    trainer = {"lr": 1e-4, "micro_tokens": micro, **rest}
     algorithm = {"entropy_coef": 0.01}
     settings = tree(trainer={**trainer, "sharding": sharding}, algorithm=algorithm)
     items = tuple(write_groups(tmp / "groups", shapes))
@@ -277,3 +281,18 @@ def test_a_rank_that_waits_for_another_sleeps(ranks, tmp_path: Path, sharding: s
     finally:
         os.kill(stopped, signal.SIGCONT)
     assert call.result(45)["refused"] is None
+
+
+def test_a_rank_that_fails_alone_ends_the_call_although_the_others_wait(ranks, tmp_path: Path) -> None:
+    """The last test of these processes: rank 0 waits in a collective from now on, and must still end when told."""
+    model = tiny_model(tmp_path / "model")
+    items = tuple(write_groups(tmp_path / "groups", SHAPES))
+    world = ranks.world(2, model, tree())
+    other = {"rank": 0, "size": 1, "meet": f"file://{tmp_path}/meet"}
+    world.wait(
+        ranks.ranks[1].call("init", deadline_s=60, config=tree(), model=str(model), world=other, role="reference")
+    )
+    started = time.monotonic()
+    with pytest.raises(RemoteError, match="this rank is a reference; only a trainer rank trains"):
+        world("train", items=items, version=0)
+    assert time.monotonic() - started < 20

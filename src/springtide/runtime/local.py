@@ -226,14 +226,14 @@ async def open_runtime(
         ]
         init: dict[str, Any] = {"config": tree, "model": str(model_dir), "store": str(weights)}
         init["checkpoint"] = str(checkpoint) if checkpoint else None
-        size, meet = config.trainer.ranks, f"file://{sockets}/meet"
-        fsdp = config.trainer.sharding == "fsdp"
+        size, fsdp = config.trainer.ranks, config.trainer.sharding == "fsdp"
+        world = {"size": size, "meet": f"file://{sockets}/meet", "loopback": places.weights is None}
         trainer = World(
             [
                 rank(
                     name,
                     "springtide.trainer.rank:main",
-                    {**init, "world": {"rank": i, "size": size, "meet": meet} if size > 1 or fsdp else None},
+                    {**init, "world": {"rank": i, **world} if size > 1 or fsdp else None},
                     restart=False,
                 )
                 for i, name in enumerate(seated("trainer"))

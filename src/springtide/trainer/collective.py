@@ -39,13 +39,13 @@ class Collective:
     device: torch.device | str = "cpu"
 
     @classmethod
-    def join(cls, rank: int, size: int, meet: str, device: str) -> Collective:
+    def join(cls, rank: int, size: int, meet: str, device: str, loopback: bool = True) -> Collective:
         """Wait until all `size` ranks have come to `meet`, and return this one's place among them.
 
-        meet: "file:///path" (a path that is new, on one machine: then nobody listens beyond it), or "tcp://host:port",
-        where rank 0 listens.
+        meet: "file:///path" (a path that is new and that all see), or "tcp://host:port", where rank 0 listens.
+        loopback: all are on this machine, and listen to it only.
         """
-        if meet.startswith("file://"):
+        if loopback:
             loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
         place = torch.device(device)
