@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -50,7 +51,8 @@ async def main(socket_path: str, args: dict[str, Any]) -> None:
             async with wire.serve(socket_path, handler.handle, on_disconnect=handler.disconnected):
                 await asyncio.Event().wait()
     except (ConfigError, ProcessFailed) as error:
-        raise SystemExit(f"springtide: {error}") from None  # the last line of the log, which the supervisor shows
+        print(f"springtide: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # so that this is the last line of the log, which the supervisor shows
 
 
 Drawn = tuple[np.ndarray, np.ndarray, Literal["stop", "length"], int]  # ids, log-probs, finish, cached prompt tokens

@@ -28,7 +28,7 @@ TRANSFER = "springtide"  # what `engine.vllm_worker` is called in vLLM's registr
 _BLOCK = 32  # tokens of a KV block on a CPU, where vLLM's own 128 would keep little of a short prompt
 _SERVE = "from springtide.engine.vllm_worker import serve; serve()"
 _ERROR = re.compile(r"\b([A-Z]\w*(?:Error|Exception)): (.+)")
-_LAST_WORDS_S, _LEAVE_S = 0.2, 4.0
+_LOOK_S, _LAST_WORDS_S, _LEAVE_S = 0.1, 0.2, 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +169,15 @@ class Server:
                 process.terminate()
             with contextlib.suppress(TimeoutError):  # what is left of it goes with our process group
                 async with asyncio.timeout(_LEAVE_S):
-                    await process.wait()
+                    await server._exit()
             reader.cancel()
 
+    async def _exit(self) -> None:
+        while self._process.returncode is None:  # `wait` would also wait for all who hold its pipes
+            await asyncio.sleep(_LOOK_S)
+
     async def ended(self) -> str:
-        await self._process.wait()
+        await self._exit()
         await asyncio.sleep(_LAST_WORDS_S)  # for what it said last
         return f"vLLM ended with status {self._process.returncode}{self.cause}"
 
