@@ -46,8 +46,8 @@ class Collective:
         loopback: all are on this machine, and listen to it only.
         """
         if loopback:
-            loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
+            interface = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
         place = torch.device(device)
         if place.type == "cuda":
             place = torch.device("cuda", place.index if place.index is not None else rank % torch.cuda.device_count())
