@@ -428,6 +428,8 @@ async def test_a_released_session_ends_its_turn_and_refusals_name_their_cause(
         answers.slow = asyncio.Event()
         turn = asyncio.create_task(engine.generate("a", PROMPT, Sampling(1, 0, 4)))
         await asyncio.sleep(0.1)
+        with pytest.raises(EngineError, match="session a has a turn in flight"):
+            await engine.generate("a", PROMPT, Sampling(1, 0, 4))
         engine.forget("a")
         with pytest.raises(EngineError, match="session a was released"):
             await turn

@@ -204,6 +204,8 @@ class VllmEngine:
             raise EngineError(f"vLLM samples at no temperature between 0 and {MIN_TEMPERATURE}: {sampling.temperature}")
         begun, paused = time.monotonic(), self.clock.paused()
         held = await self._enter(version)
+        if session in self._turns:
+            raise EngineError(f"session {session} has a turn in flight")
         started, waited_paused = time.monotonic(), self.clock.paused() - paused
         request = asyncio.create_task(
             self._draw(session, ids, sampling, held, priority)
