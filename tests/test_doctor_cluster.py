@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -112,6 +113,25 @@ def test_every_fault_of_the_configuration_is_one_line_and_exit_1(tiny_model, tmp
         assert found["configuration"]["verdict"] == "failed" and "engine.device" in found["configuration"]["detail"]
         assert found["devices"]["verdict"] == "failed" and "torch sees no GPU" in found["devices"]["detail"]
     assert all("\n" not in v["detail"] for v in found.values())
+
+
+@pytest.mark.slow
+def test_a_configuration_on_vllm_passes(tmp_path) -> None:
+    python = os.environ.get("SPRINGTIDE_VLLM_PYTHON")
+    if python is None:
+        pytest.skip("SPRINGTIDE_VLLM_PYTHON names no interpreter with vLLM")
+    engine = {"kind": "vllm", "vllm": {"python": python, "args": ["--enforce-eager"]}}
+    result, found = doctor(run_config(resolve_model("springtide-nano"), tmp_path / "runs", engine=engine))
+    assert result.exit_code == 0, found
+    assert "confirmed by 1 engine" in found["publication"]["detail"] and "tokens/s" in found["canary"]["detail"]
+
+
+@pytest.mark.slow
+def test_a_configuration_on_ray_passes(tiny_model, tmp_path) -> None:
+    pytest.importorskip("ray")
+    result, found = doctor(run_config(tiny_model, tmp_path / "runs", runtime={"kind": "ray"}))
+    assert result.exit_code == 0, found
+    assert "ray 2." in found["versions"]["detail"] and "confirmed by 1 engine" in found["publication"]["detail"]
 
 
 # --- single checks ------------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -60,6 +62,31 @@ def test_an_architecture_that_scales_its_logits_is_refused(tmp_path):
     GraniteForCausalLM(GraniteConfig(vocab_size=32, logits_scaling=3.0, **sizes, **heads)).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="scales or caps its logits"):
         load_policy(tmp_path)
+
+
+def test_an_attention_that_cannot_be_computed_is_one_line(tmp_path: Path) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    config = Gemma2Config(vocab_size=VOCAB, num_attention_heads=2, num_key_value_heads=1, **sizes)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"Gemma2ForCausalLM cannot be trained: .*softcap") as error:
+        load_policy(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["Phi3", "Mistral", "Olmo2"])
+def test_architectures_the_local_engine_does_not_run_can_be_trained(tmp_path: Path, name: str) -> None:
+    """docs/models.md: with engine.kind = "vllm" a run samples what vLLM knows; the trainer has to hold its own."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+    config = getattr(transformers, f"{name}Config")(vocab_size=VOCAB, num_key_value_heads=1, **sizes, **ids)
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path)
+    policy = load_policy(tmp_path)  # its log-probs are compared with the model's own
+    assert policy.score(np.arange(2, 10, dtype=np.int32)).shape == (7,)
 
 
 class LargestWithVocabulary(TorchDispatchMode):

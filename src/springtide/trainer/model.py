@@ -192,7 +192,12 @@ def load_policy(directory: Path, device: str = "cpu") -> Policy:
         raise ModelError(
             f"{directory}: its weights lack {', '.join(absent[:4])}; the model would start from noise there"
         )
-    policy = Policy(model.to(device), directory)
+    try:
+        policy = Policy(model.to(device), directory)
+    except ValueError as error:  # an attention that neither ours nor PyTorch's computes, as Gemma 2's
+        raise ModelError(
+            f"{directory}: {type(model).__name__} cannot be trained: {str(error).splitlines()[0]}"
+        ) from None
     tokens = _tokenizer_size(directory)
     if tokens > policy.vocab_size:
         raise ModelError(
