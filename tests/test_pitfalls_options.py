@@ -203,6 +203,8 @@ def test_every_option_can_be_set_on_the_command_line(tmp_path: Path, key: str) -
         "algorithm.weight_cap": (recompute,),
         "algorithm.correction_level": (recompute,),
         "algorithm.weight_floor": (recompute, "algorithm.correction=mask"),
+        "trainer.param_dtype": ("trainer.sharding=fsdp",),
+        "trainer.reduce_dtype": ("trainer.sharding=fsdp",),
     }.get(key, ())
     value = _another(key, field)
     (tmp_path / "c.toml").write_text('[[suites]]\nuse = "db"\n')
