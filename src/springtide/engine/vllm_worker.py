@@ -3,7 +3,7 @@
 Owns: the weight transfer `springtide` in vLLM's own registry, and the server's end with the process that started it.
 Invariants: a version is read and verified whole before the model is touched, so a bad one leaves it as it was; a
 parameter of the model that a version does not hold is an error; the server and all it started die with their parent.
-Called by: vLLM (`--worker-extension-cls` imports this module in every worker); `engine.vllm` runs it as a program, as
+Called by: vLLM (`--worker-extension-cls` imports this module in every worker); `engine.vllm_server` runs it as
 `PYTHON -c SERVE --model MODEL ...`. Needs nothing there but vLLM and this package's source.
 """
 

@@ -80,7 +80,8 @@ class Runtime:
         """Give up what `holder` kept, unless another holder needs it."""
         version = self.versions.pop(holder)
         self.pins.remove(version, holder)
-        if version not in {v for h, v in self.versions.items() if h != "current"}:  # the newest is only unpinned
+        pinning = self.versions.keys() - ({"current"} if self.stale is None else {"current", "stale"})
+        if version not in {self.versions[h] for h in pinning}:  # the newest is only unpinned
             await self._each("drop", version=version)
 
     async def engine_stats(self) -> list[EngineStats]:
