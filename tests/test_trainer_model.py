@@ -64,15 +64,33 @@ def test_an_architecture_that_scales_its_logits_is_refused(tmp_path):
         load_policy(tmp_path)
 
 
-def test_an_attention_that_cannot_be_computed_is_one_line(tmp_path: Path) -> None:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
+@pytest.mark.parametrize(("name", "lacks"), [("Gemma2", "softcap"), ("GptOss", "s_aux")])
+def test_an_attention_that_cannot_be_computed_is_one_line(tmp_path: Path, name: str, lacks: str) -> None:
+    import transformers
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
-    config = Gemma2Config(vocab_size=VOCAB, num_attention_heads=2, num_key_value_heads=1, **sizes)
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"Gemma2ForCausalLM cannot be trained: .*softcap") as error:
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1} if name == "GptOss" else {}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = getattr(transformers, f"{name}Config")(vocab_size=VOCAB, **heads, **sizes, **experts)
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=rf"{name}ForCausalLM cannot be trained: .*{lacks}") as error:
         load_policy(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_an_attention_that_is_not_ours_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from springtide.trainer import attention
+
+    model = tiny_model(tmp_path)
+    computed = attention.padded_attention
+
+    def other(*given, scaling=None, **options):  # as an architecture that scales what ours does not know of
+        return computed(*given, scaling=2 * scaling, **options)
+
+    monkeypatch.setattr(attention, "library", lambda: None)
+    monkeypatch.setattr(attention, "padded_attention", other)
+    with pytest.raises(ModelError, match="has another attention"):
+        load_policy(model)
 
 
 @pytest.mark.parametrize("name", ["Phi3", "Mistral", "Olmo2"])

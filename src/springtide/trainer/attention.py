@@ -50,6 +50,9 @@ def tree_attention(
 
     query: [1, heads, N, D]; key, value: [1, kv heads, N, D]. Returns [1, N, heads, D], as transformers wants it.
     """
+    for name in ("softcap", "s_aux"):  # PyTorch's refuses the one, and ignores the other: sinks, as GPT-OSS has them
+        if options.get(name) is not None:
+            raise ValueError(f"the trainer's attention has no {name}")
     dim, plain = query.shape[3], options.get("position_bias") is None and not options.get("dropout")
     if (
         tree is not None and plain and query.device.type == "cpu" and dim % 8 == 0 and value.shape[3] == dim

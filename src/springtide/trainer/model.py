@@ -148,10 +148,10 @@ class Policy:
         return torch.stack((logprobs, -(every.exp() * every).sum(-1)))
 
     def _check(self) -> None:
-        """Compare our log-probs of two segments that begin alike with the model's own logits, each by itself.
+        """Compare our log-probs of segments that begin alike with the model's own logits and attention, each by itself.
 
-        Some architectures scale or cap their logits behind the head, or mix tokens outside attention; those would
-        train another policy than the one that is sampled.
+        Some architectures scale or cap their logits behind the head, mix tokens outside attention, or have another
+        attention than ours; those would train another policy than the one that is sampled.
         """
         rows = []
         for i, last in enumerate((3, 4, 5)):
@@ -162,14 +162,16 @@ class Policy:
         with torch.no_grad():
             ours = self.logprobs(collate(rows, self.device), 1.0, 1 << 20)
             theirs = []
+            self.model.set_attn_implementation("eager")
             for r in rows:
                 tokens = torch.from_numpy(r.ids.astype(np.int64)).to(self.device)
                 logits = self.model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
                 theirs.append(-F.cross_entropy(logits, tokens[1:], reduction="none"))
+            self.model.set_attn_implementation(ATTENTION)
         if not torch.allclose(ours, torch.cat(theirs), atol=1e-3, rtol=1e-3):
             raise ModelError(
-                f"{self.directory}: {type(self.model).__name__} scales or caps its logits after the output head, or "
-                "mixes tokens outside attention; the trainer supports neither"
+                f"{self.directory}: {type(self.model).__name__} scales or caps its logits after the output head, mixes "
+                "tokens outside attention, or has another attention; the trainer supports none of these"
             )
 
 
