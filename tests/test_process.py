@@ -166,12 +166,14 @@ def test_a_scratch_directory_goes_with_its_process_however_that_ends(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_scratch_directory_leaves_no_process_and_no_file_open() -> None:
+def test_a_scratch_directory_leaves_no_process_and_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/there/token")  # a Ray's that dies with us: not its sweeper's to kill
     before = len(os.listdir("/proc/self/fd"))
     with scratch_directory() as path:
         sweepers = wait_for(  # a process that is just being started has no name yet
             "the sweeper", lambda: [p for p in descendants(os.getpid()) if str(path) in command(p)], within_s=5
         )
         assert len(sweepers) == 1
+        assert b"RAY_AUTH_TOKEN_PATH" not in Path(f"/proc/{sweepers[0]}/environ").read_bytes()
     assert _gone(sweepers[0])
     assert len(os.listdir("/proc/self/fd")) == before

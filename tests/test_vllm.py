@@ -210,6 +210,7 @@ def test_a_reply_is_read_as_it_was_drawn() -> None:
         (reply(logprobs={"content": [{"token_id": t, "logprob": -9999.0} for t in (5, 6)]}), "are no numbers"),
         (reply(logprobs={"content": [{"token_id": t, "logprob": 0.5} for t in (5, 6)]}), "are no numbers"),
         (reply(weight_versions=[{"version": "8", "start": 0, "end": 1}]), r"the weights of version \['8'\], not of 9"),
+        (reply(weight_versions=None), r"the weights of version \[\], not of 9"),
         (reply(logprobs=None), "is no turn"),
         ({"choices": []}, "is no turn"),
     ],
@@ -406,10 +407,17 @@ async def test_a_pinned_version_stays_and_a_paused_engine_refuses_an_update(
         with pytest.raises(EngineError, match="the engine is paused"):
             await engine.load(2)
         turn = asyncio.create_task(engine.generate("a", PROMPT, Sampling(1, 0, 4)))
+        given_up = asyncio.create_task(engine.generate("b", PROMPT, Sampling(1, 0, 4)))
         await asyncio.sleep(0.1)
         assert not turn.done()
+        engine.forget("b")  # its caller has given up, and may come back
+        again = asyncio.create_task(engine.generate("b", PROMPT, Sampling(1, 1, 4)))
+        await asyncio.sleep(0)
         await engine.resume()
         generation = await turn
+        with pytest.raises(EngineError, match="session b was released"):
+            await given_up
+        assert len((await again).ids) == 4
         assert generation.paused_s >= 0.09 and generation.queue_s < 0.09 and generation.decode_s < 0.09
         await engine.load(2)
         assert ("pause", {}, {"mode": "keep"}) in answers.asked

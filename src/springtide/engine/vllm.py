@@ -105,8 +105,8 @@ def read_reply(reply: Mapping[str, Any], version: int) -> Drawn:
         raise EngineError(f"vLLM's log-probs are of the tokens {named[:8]}..., its reply is {ids[:8]}...")
     if not all(-9999.0 < p <= 0.0 for p in logprobs):  # its mark for what is no number
         raise EngineError(f"vLLM gave log-probs that are no numbers, for version {version}: {logprobs[:8]}")
-    if told - {str(version)}:
-        raise EngineError(f"vLLM sampled with the weights of version {sorted(told)}, not of {version}")
+    if told != {str(version)}:
+        raise EngineError(f"vLLM says it sampled with the weights of version {sorted(told)}, not of {version}")
     return np.asarray(ids, np.int32), np.asarray(logprobs, np.float32), finish, cached
 
 
@@ -125,9 +125,9 @@ class VllmEngine:
         self._pinned: set[int] = set()
         self._open = asyncio.Event()  # turns may start
         self._paused = self._updating = False
-        self._waiting = 0
+        self._waiting: dict[str, object] = {}  # session -> its turn, which may not start yet
         self._turns: dict[str, asyncio.Task[Any]] = {}
-        self._ended = asyncio.Condition()  # a turn has
+        self._quiet = asyncio.Event()  # no turn runs
         self._seen: dict[str, int] = {}  # session -> tokens of it that were computed
         self._loading = asyncio.Lock()
 
@@ -203,7 +203,7 @@ class VllmEngine:
         if 0 < sampling.temperature < MIN_TEMPERATURE:
             raise EngineError(f"vLLM samples at no temperature between 0 and {MIN_TEMPERATURE}: {sampling.temperature}")
         begun, paused = time.monotonic(), self.clock.paused()
-        held = await self._enter(version)
+        held = await self._enter(session, version)
         if session in self._turns:
             raise EngineError(f"session {session} has a turn in flight")
         started, waited_paused = time.monotonic(), self.clock.paused() - paused
@@ -225,8 +225,6 @@ class VllmEngine:
             if self._turns.get(session) is request:
                 del self._turns[session]
             self._switch()
-            async with self._ended:
-                self._ended.notify_all()
         known = min(self._seen.get(session, 0), len(ids))
         self._seen[session] = len(ids) + len(out)
         recomputed = max(0, known - cached)
@@ -254,14 +252,17 @@ class VllmEngine:
                 raise result
         return tuple(str(r) if isinstance(r, EngineError) else r for r in results)  # type: ignore[misc]
 
-    async def _enter(self, version: int | None) -> int:
+    async def _enter(self, session: str, version: int | None) -> int:
         """Wait until turns may start; the version of this one. Raises: EngineError (the stale pool lacks it)."""
-        self._waiting += 1
+        turn = self._waiting[session] = object()
         try:
             while not self._open.is_set():
                 await self._open.wait()
+            if self._waiting.get(session) is not turn:
+                raise EngineError(f"session {session} was released")
         finally:
-            self._waiting -= 1
+            if self._waiting.get(session) is turn:
+                del self._waiting[session]
         assert self._version is not None
         if self.settings.stale and version not in (None, self._version):
             raise EngineError(f"the stale pool no longer holds version {version}")
@@ -292,6 +293,7 @@ class VllmEngine:
     def forget(self, session: str) -> None:
         """`release`, for callers that cannot wait. vLLM frees KV by age; nothing else of the session is kept."""
         self._seen.pop(session, None)
+        self._waiting.pop(session, None)
         if (turn := self._turns.get(session)) is not None:
             turn.cancel()
 
@@ -327,8 +329,7 @@ class VllmEngine:
             begun, published = time.monotonic(), self._published(version)
             self._updating = True
             self._switch()
-            async with self._ended:
-                await self._ended.wait_for(lambda: not self._turns)
+            await self._quiet.wait()
             await self._post("pause", params={"mode": "wait"})
             await self._post("start_weight_update")
             await self._post("update_weights", {"update_info": {"version": version}})
@@ -390,7 +391,7 @@ class VllmEngine:
         return EngineStats(
             versions=() if self._version is None else (self._version,),
             newest=-1 if self._version is None else self._version,
-            waiting=self._waiting,
+            waiting=len(self._waiting),
             running=len(self._turns),
             sessions=len(self._seen),
             kv_tokens=round(float(used[1]) * engine.kv_tokens) if used else 0,
@@ -416,6 +417,10 @@ class VllmEngine:
             self._open.clear()
         else:
             self._open.set()
+        if self._turns:
+            self._quiet.clear()
+        else:
+            self._quiet.set()
         idle = "idle_no_requests" if self._version is not None else "idle_no_weights"
         self.clock.switch("paused" if self._paused else "busy" if self._turns else idle)
 
