@@ -29,7 +29,7 @@ from springtide.schedule.readiness import Readiness
 from springtide.trace import version_step
 
 _LAG_SAMPLE_S = 0.02
-_MEMORY_SAMPLE_S = 5.0
+_MEMORY_SAMPLE_S, _MEMORY_SHARE = 5.0, 0.005  # the kernel walks every process's pages for it
 _COUNTS = (  # of an engine's figures, those that only grow
     "generated_tokens",
     "aborted_tokens",
@@ -109,8 +109,10 @@ class Metrics:
             await asyncio.sleep(_LAG_SAMPLE_S)
             self._lags.append(max(0.0, time.monotonic() - before - _LAG_SAMPLE_S))
             if time.monotonic() >= next_memory:
-                next_memory = time.monotonic() + _MEMORY_SAMPLE_S
+                begun = time.monotonic()
                 total = await asyncio.to_thread(pss_mib, [os.getpid()])  # all others are its children
+                now = time.monotonic()
+                next_memory = now + max(_MEMORY_SAMPLE_S, (now - begun) / _MEMORY_SHARE)
                 self.peak_pss_mib = max(self.peak_pss_mib, total)
 
     def waiting(self, reason: str, admission: str) -> None:
