@@ -92,9 +92,8 @@ def test_a_run_on_a_ray_of_its_own_adds_up_listens_on_loopback_and_leaves_nothin
 def test_a_killed_program_or_actor_is_replaced_and_nothing_is_lost(
     tiny_model: Path, tmp_path: Path, victim: str, what: str
 ) -> None:
-    config = ray_config(
-        tiny_model, tmp_path, run={"steps": 60}, runtime={"silent_s": 10},
-    )  # fmt: skip
+    steps = 150 if "stopped" in what else 60  # until it is killed, its program goes on
+    config = ray_config(tiny_model, tmp_path, run={"steps": steps}, runtime={"silent_s": 5})
     config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl_coef": 0.01})})
     output = tmp_path / "out"
     run = start_run(config, output=output)
@@ -103,11 +102,12 @@ def test_a_killed_program_or_actor_is_replaced_and_nothing_is_lost(
     os.kill(pid if what == "program" else parent(pid), signal.SIGSTOP if "stopped" in what else signal.SIGKILL)
     wait_for("its end", lambda: not alive({pid}), within_s=40)
     wait_for("its successor", lambda: any(program(p) == victim for p in alive(descendants(run.pid))), within_s=60)
+    assert run.poll() is None, output.read_text()
     assert run.wait(300) == 0, output.read_text()
     audit(config)
     lost = {name: n for r in records(config) for name, n in r["restarts"].items()}
     assert lost == ({} if victim == "reference" else {victim if victim != "env-w0" else "env": 1})
-    said = "answered nothing for 10 s" if "stopped" in what else "actor died" if what == "actor" else "status -9"
+    said = "answered nothing for 5 s" if "stopped" in what else "actor died" if what == "actor" else "status -9"
     assert said in output.read_text()
 
 

@@ -18,6 +18,7 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,6 +36,14 @@ log = logging.getLogger(__name__)
 
 _DIAL_S, _STOP_S = 5.0, 15.0
 _LOOK_S, _LOOKS = 2.0, 10  # at a program's silence, and at an actor that does not answer, before it is killed
+# Waits for the driver's end. Of a Ray whose driver was killed, two agents would live on for minutes; they have written
+# their title over their environment, but hold their logs open.
+_SWEEP = """read -r _
+held() {
+    grep -alsF -- "RAY_AUTH_TOKEN_PATH=$1/" /proc/[0-9]*/environ
+    find /proc/[0-9]*/fd -lname "$1/*" 2>/dev/null
+}
+while pids=$(held "$1" | cut -d/ -f3 | sort -u | grep -vx "$2") && [ "$pids" ]; do kill -9 $pids; sleep 0.1; done"""
 _TOKEN = secrets.token_hex(32)  # of every Ray that this process starts
 
 
@@ -87,15 +96,16 @@ def _bundle(config: Config, role: str) -> dict[str, float]:
 def _connected(config: Config, bundles: list[dict[str, float]]) -> Iterator[Any]:
     """Ray, connected. It must be this thread that starts it: what it starts dies with the thread that did."""
     options = config.runtime.ray
-    job = {"env_vars": {"RAY_USE_UVLOOP": "0"}}  # children are watched by asyncio's own loop
-    usual = {"log_to_driver": False, "configure_logging": False, "runtime_env": job}
-    ours = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # the second: loopback only
+    usual: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    loop = {"RAY_USE_UVLOOP": "0"}  # children are watched by asyncio's own loop
+    ours = {**loop, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # the last: loopback only
     with contextlib.ExitStack() as stack:
         if options.address is None:
             scratch = stack.enter_context(scratch_directory())
             token = scratch / "token"
             token.touch(0o600)
             token.write_text(_TOKEN)
+            stack.enter_context(_swept(scratch))
             ours |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_ADDRESS": ""}
             stack.enter_context(_environment(ours))
             ray = _ray()
@@ -112,7 +122,7 @@ def _connected(config: Config, bundles: list[dict[str, float]]) -> Iterator[Any]
         else:
             ray = _ray()
             _need_listener(options.address)
-            usual["address"] = options.address
+            usual |= {"address": options.address, "runtime_env": {"env_vars": loop}}
         handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
             ray.init(**usual)
@@ -127,6 +137,24 @@ def _connected(config: Config, bundles: list[dict[str, float]]) -> Iterator[Any]
                     signal.signal(number, handler)
         stack.callback(ray.shutdown)
         yield ray
+
+
+@contextlib.contextmanager
+def _swept(scratch: Path) -> Iterator[None]:
+    """What belongs to the Ray in `scratch` ends with the block, or with this process, whatever ends it."""
+    sweeper = subprocess.Popen(
+        ["/bin/sh", "-c", _SWEEP, "springtide-sweeper", str(scratch), str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        assert sweeper.stdin is not None
+        sweeper.stdin.close()
+        sweeper.wait()
 
 
 @contextlib.contextmanager
