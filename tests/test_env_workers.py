@@ -20,7 +20,7 @@ from tests.run_support import new_child
 
 from springtide.env import EnvironmentUnavailable, InProcessClient, Message
 from springtide.env.local import LocalClient, LocalRunner
-from springtide.process import ProcessFailed
+from springtide.process import ProcessFailed, start_process
 from springtide.trace import ToolCall
 
 PROBE = str(Path(__file__).with_name("env_probe.py"))
@@ -264,6 +264,25 @@ def test_a_worker_that_cannot_start_again_stops_the_run_with_the_reason(tmp_path
             asyncio.run(main())
     finally:
         del os.environ["PYTHONPATH"]
+
+
+def test_a_place_that_is_gone_for_good_is_tried_once(tmp_path: Path) -> None:
+    starts: list[str] = []
+
+    def launch(name: str, *args: Any, **options: Any) -> Any:
+        starts.append(name)
+        if len(starts) > 1:
+            raise ProcessFailed("no node has room", final=True)
+        return start_process(name, *args, **options)
+
+    async def main() -> None:
+        async with LocalRunner(ALL, 1, tmp_path, launch=launch) as runner:
+            os.kill(runner.pids[0], signal.SIGKILL)
+            await asyncio.sleep(20)
+
+    with pytest.raises(ProcessFailed, match="no node has room"):
+        asyncio.run(main())
+    assert len(starts) == 2
 
 
 def test_an_error_in_the_runners_block_passes_unchanged_and_leaves_no_process(tmp_path: Path) -> None:

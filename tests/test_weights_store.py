@@ -114,13 +114,15 @@ def test_a_failed_publication_leaves_nothing(tmp_path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["pins"]
 
 
-def test_readers_never_see_half_a_version(tmp_path) -> None:
-    store = WeightStore(tmp_path)
+@pytest.mark.parametrize("directory", ["tmp_path", "memory"])  # in memory, files are written over
+def test_readers_never_see_half_a_version(directory, request) -> None:
+    path = request.getfixturevalue(directory)
+    store = WeightStore(path)
     store.publish(0, {"w": torch.zeros(100_000)})
     stop, seen, faults = threading.Event(), set(), []
 
     def read() -> None:
-        reader = WeightStore(tmp_path)
+        reader = WeightStore(path)
         while not stop.is_set():
             version = reader.versions()[-1]
             try:

@@ -155,7 +155,7 @@ class LocalRunner:
                 await life.up
             except ProcessFailed as error:
                 failures += 1
-                if not (started.done() or error.killed) or failures == _START_FAILURES:
+                if error.final or not (started.done() or error.killed) or failures == _START_FAILURES:
                     raise
                 log.warning("an environment worker did not start (%d in a row): %s", failures, error)
                 await asyncio.sleep(0.1 * 2**failures)
