@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tests.world_parts import Processes, processes
 
-from springtide.trace import common_start
+from springtide.trace import Group, common_start
 from springtide.trainer.collective import balance
 from springtide.trainer.data import read_logprobs
 from springtide.trainer.rank import Rank
@@ -130,6 +131,34 @@ def test_log_probs_and_kl_are_those_of_one_rank(ranks, tmp_path: Path, sharding:
     (ours, theirs) = world("kl", items=named)["kl"], alone.kl(named)["kl"]
     assert [k[:2] for k in ours] == [k[:2] for k in theirs]
     np.testing.assert_allclose([k[2] for k in ours], [k[2] for k in theirs], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
+def test_a_step_that_one_rank_finds_not_finite_is_refused_by_all(ranks, tmp_path: Path, sharding: str) -> None:
+    """The rank whose segments are sound steps no further than the other, and both take the next step."""
+    model, settings = tiny_model(tmp_path / "model"), tree(trainer={"sharding": sharding})
+    items = tuple(write_groups(tmp_path / "groups", SHAPES))
+    bad = tuple(write_groups(tmp_path / "groups", SHAPES, seed=1))
+    group = Group.load(Path(bad[0]["path"]))
+    first = group.trajectories[0].segments[0]
+    unknown = replace(first, logprobs=np.where(first.loss_mask, np.nan, 0).astype(np.float32))
+    spoilt = replace(group.trajectories[0], segments=(unknown,))
+    replace(group, trajectories=(spoilt, *group.trajectories[1:])).save(Path(bad[0]["path"]))
+    alone, world = Rank(), ranks.world(2, model, settings, store=str(tmp_path / "store"))
+    alone.init(tree(), str(model))
+    figures = world("train", items=bad, version=0)
+    assert (figures["refused"], figures["steps"]) == ("loss", 0)
+    states = world.wait(_gather(*(rank.call("status", deadline_s=10) for rank in ranks.ranks[:2])))
+    assert [state["steps"] for state in states] == [0, 0] and len({state["refused"] for state in states}) == 1
+    world("publish", version=0)
+    for name, tensor in load_file(tmp_path / "store" / "0" / "weights.safetensors").items():
+        assert bool((tensor == load_file(model / "model.safetensors")[name]).all()), name
+    ours, theirs = world("train", items=items, version=0), alone.train(items, 0)
+    assert ours["refused"] is None and ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+async def _gather(*calls: Any) -> list[Any]:
+    return list(await asyncio.gather(*calls))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -123,8 +123,8 @@ class Rank:
 
         config: the resolved tree (`Config.model_dump(mode="json")`). store: directory of the weight store. A reference
         has no optimiser and no adapter; a trainer with one takes it from `checkpoint` and all else from `model`.
-        world: `{rank, size, meet, ...}` (see `Collective.join`) for one of several trainer ranks, of which each gets every
-        call with the same payload.
+        world: `{rank, size, meet, ...}` (see `Collective.join`) for one of several trainer ranks, of which each gets
+        every call with the same payload.
         Returns `{parameters, vocab_size, steps, version, extra}`: trained parameters; extra is what `save` was given,
         None without a checkpoint. Raises: ModelError, CheckpointError, ConfigError.
         """
