@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.run_support import new_child
@@ -46,10 +47,10 @@ def test_what_a_killed_driver_left_of_its_weights_goes_and_another_runs_stays(tm
         assert other.is_dir()
 
 
-def _rank(tmp_path: Path, name: str, *, restart: bool) -> Rank:
+def _rank(tmp_path: Path, name: str, *, restart: bool, **more: Any) -> Rank:
     return Rank(
         name, "tests.helpers_process:echo", {}, log_dir=tmp_path, socket_path=str(tmp_path / "s"), start_s=60.0,
-        restart=restart, silent_s=0.5,
+        restart=restart, silent_s=0.5, **more,
     )  # fmt: skip
 
 
@@ -93,6 +94,29 @@ def test_a_rank_that_is_killed_while_it_starts_again_is_started_once_more(tmp_pa
             assert await rank.call("pid", deadline_s=5) not in known
 
     asyncio.run(run())
+
+
+def test_a_successor_is_not_asked_before_it_holds_what_its_predecessor_held(tmp_path: Path) -> None:
+    """A pin reached an engine that was still loading, and ended the run; a drop came before the pin it was to undo."""
+    done: list[str] = []
+
+    async def prepare(rank: Rank) -> None:
+        await rank.call("take", deadline_s=5, version=len(done))
+        if done:
+            await asyncio.sleep(0.5)
+        done.append("prepared")
+
+    async def run() -> None:
+        rank = _rank(tmp_path, "engine-0", restart=True, prepare=prepare)
+        async with keep_alive([rank]):
+            os.kill(await rank.call("pid", deadline_s=5), signal.SIGKILL)
+            while not (rank.restarts and rank.process):
+                await asyncio.sleep(0.01)
+            assert (await rank.call_again("args", deadline_s=5)) == {"took": (1,)}
+            done.append("asked")
+
+    asyncio.run(run())
+    assert done == ["prepared", "prepared", "asked"]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -504,6 +504,8 @@ class Recorded:
     async def call(self, method: str, *, deadline_s: float, version: int) -> None:
         self.calls.append((method, version))
 
+    call_again = call
+
 
 @asynchronous
 async def test_stale_turns_go_to_the_stale_pool_and_to_the_newest_once_it_was_refreshed() -> None:

@@ -130,17 +130,10 @@ class Runtime:
         await self._all([e for e in self.engines if e is not self.stale], method, **payload)
 
     async def _all(self, engines: list[Rank], method: str, **payload: Any) -> None:
-        """Call them; one that dies meanwhile gets all versions again before it is up, so it is waited for."""
-
-        async def one(engine: Rank) -> None:
-            try:
-                await engine.call(method, deadline_s=_LOAD_S, **payload)
-            except ConnectionLost:
-                await engine.wait_up()
-
+        """Call them; one that is given the versions in use just now, having died, is called after that."""
         async with task_group() as tasks:
             for engine in engines:
-                tasks.create_task(one(engine))
+                tasks.create_task(engine.call_again(method, deadline_s=_LOAD_S, **payload))
 
 
 @contextlib.asynccontextmanager

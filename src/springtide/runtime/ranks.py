@@ -171,13 +171,16 @@ class Rank:
         return await self.process.client.call(method, deadline_s=deadline_s, **payload)
 
     async def call_again(self, method: str, *, deadline_s: float, **payload: Any) -> Any:
-        """`call`, for what may be asked twice: a successor is asked again. Raises: DeadlineExceeded, RemoteError."""
+        """`call`, for what may be asked twice: a successor is asked again, once it holds what its predecessor held.
+
+        Raises: DeadlineExceeded, RemoteError.
+        """
         while True:
+            await self.wait_up()
             try:
                 return await self.call(method, deadline_s=deadline_s, **payload)
             except ConnectionLost:
                 await asyncio.sleep(_NOTICED_S)
-                await self.wait_up()
 
     @property
     def silence_s(self) -> float:
