@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -201,14 +202,17 @@ def test_a_paced_run_keeps_to_the_roofline_and_says_by_how_much_it_does_not(tiny
     """The scale is large, so that steps are asleep for nearly all of their time however busy the machine is."""
     scale = 25.0
     table = {"device": "h20", "model": "qwen3-8b", "scale": scale}
-    more: dict[str, Any] = {"observe": {"report": True}, "run": {"steps": 2}, "algorithm": {"kl_coef": 0.01}}
-    config = run_config(tiny_model, tmp_path, runtime={"pace": table}, **more)
+    config = run_config(
+        tiny_model, tmp_path, run={"steps": 2}, runtime={"pace": table}, algorithm={"kl_coef": 0.01},
+        trainer={"ranks": 2}, observe={"report": True},
+    )  # fmt: skip
     pace, steps = springtide.train(config).pace, records(config)
     assert pace is not None and {pace["scale"], *(r["pace"]["scale"] for r in steps)} == {scale}
     for kind in KINDS:
         assert pace[kind]["steps"] == sum(r["pace"][kind]["steps"] for r in steps) > 0
         assert pace[kind]["target_s"] == pytest.approx(sum(r["pace"][kind]["target_s"] for r in steps))
         assert 0 <= pace[kind]["overrun_share"] <= 1 and pace[kind]["took_s"] >= pace[kind]["target_s"] * 0.99
+    assert pace["forward"]["steps"] == sum(r["trainer"]["micro_batches"] for r in steps), "of both trainer ranks"
     floor = scale * Roofline(DEVICES["h20"], Shape.of("qwen3-8b")).engine_step_s(decode=1)
     assert pace["engine"]["target_s"] >= pace["engine"]["steps"] * floor
     ratios = sorted(k for r in steps for k, n in r["pace"]["engine"]["spread"] for _ in range(n))
@@ -301,6 +305,8 @@ def test_the_calibrated_scale_leaves_room_for_the_cpu_and_for_the_slowest_work(m
     assert scale_for([part(cpu_s=10.0, engine=(100, 2.0, 1.0))], 2) == 10.0, "two engines share these 2 s"
     slow = [part(cpu_s=10.0, engine=(100, 2.0, 1.0), forward=(5, 1.0, 8.0))]
     assert scale_for(slow, 1) == pytest.approx(8.0, rel=0.02), "a forward pass takes eight times the GPU's"
+    trained = [part(cpu_s=10.0, forward=(5, 1.0, 1.0), backward=(5, 1.0, 1.0))]
+    assert (scale_for(trained, 1), scale_for(trained, 1, 2)) == (5.0, 10.0), "two trainer ranks share these 2 s"
     assert scale_for([part()], 1) is None
 
 
@@ -354,6 +360,13 @@ def test_a_pace_that_cannot_be_is_one_line_before_anything_starts(
 def test_an_adapters_base_needs_less_room_to_train() -> None:
     config = {"suites": [{"use": "db"}], "trainer": {"lora": {"rank": 8}}}
     check(make_config({**config, "runtime": {"pace": {"device": "h100", "trainer_devices": 1}}}))
+
+
+def test_ranks_that_hold_their_rows_only_need_less_room() -> None:
+    table = {"pace": {"device": "h100", "trainer_devices": 1}}
+    for trainer, fits in (({"ranks": 2, "sharding": "fsdp"}, True), ({"ranks": 2}, False)):
+        with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="trainer_devices: 1 x h100"):
+            check(make_config({"suites": [{"use": "db"}], "trainer": trainer, "runtime": table}))
 
 
 def test_only_local_engines_and_ranks_are_held_to_a_pace() -> None:

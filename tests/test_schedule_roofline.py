@@ -189,6 +189,8 @@ def test_a_model_is_read_from_its_directory(tmp_path: Path) -> None:
         ("{", "is not JSON"),
         ('{"hidden_size": 4}', "'num_hidden_layers' is missing"),
         ('{"kv_lora_rank": 512}', "kv_lora_rank"),
+        ('{"n_routed_experts": 64}', "n_routed_experts"),
+        (json.dumps({**MODELS["qwen3-8b"], "num_experts": 8}), "'num_experts_per_tok' is missing"),
     ],
 )
 def test_what_is_no_decoder_is_refused_in_a_line(tmp_path: Path, text: str | None, fault: str) -> None:

@@ -13,6 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from springtide.config import Config, ConfigError, PaceTable
@@ -116,9 +117,11 @@ def check(config: Config) -> None:
             f"engine.kv_tokens: {config.engine.kv_tokens} is more than the {room} tokens of KV that {where} hold "
             f"beside {table.model} ({weights}); lower it, or raise runtime.pace.tensor_parallel"
         )
+    if config.trainer.sharding == "fsdp":
+        trainer = replace(trainer, devices=table.trainer_devices * config.trainer.ranks)
     if not trainer.trains(adapter=config.trainer.lora.rank > 0):
         raise ConfigError(
-            f"runtime.pace.trainer_devices: {table.trainer_devices} x {table.device} cannot hold {table.model} with "
+            f"runtime.pace.trainer_devices: {trainer.devices} x {table.device} cannot hold {table.model} with "
             "gradients and optimiser state; raise it"
         )
 

@@ -74,7 +74,7 @@ def describe(pace: Mapping[str, Any]) -> str:
     return f"paced at scale {pace['scale']:g}: CPU {pace['cpu_share']:.0%}, above the roofline: {kinds or 'no work'}"
 
 
-def scale_for(records: Iterable[Mapping[str, Any]], engines: int) -> float | None:
+def scale_for(records: Iterable[Mapping[str, Any]], engines: int, trainers: int = 1) -> float | None:
     """The scale at which a run like this would keep to its pace; None where no step was measured.
 
     records: of the steps of a run that held nothing back, so that its targets are the roofline times. It will last at
@@ -87,7 +87,8 @@ def scale_for(records: Iterable[Mapping[str, Any]], engines: int) -> float | Non
     if not kinds:
         return None
     target_s = {kind: part["target_s"] for kind, part in kinds.items()}
-    busiest_s = max(target_s.get("engine", 0.0) / engines, target_s.get("forward", 0.0) + target_s.get("backward", 0.0))
+    trained_s = target_s.get("forward", 0.0) + target_s.get("backward", 0.0)
+    busiest_s = max(target_s.get("engine", 0.0) / engines, trained_s / trainers)
     by_cpu = whole["cpu_s"] / (_AIM_CPU * cores() * busiest_s) if busiest_s > 0 else 0.0
     return _round_up(max(by_cpu, *(_quantile(part["spread"], _AIM_SHARE) for part in kinds.values())))
 

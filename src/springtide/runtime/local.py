@@ -94,7 +94,7 @@ class Runtime:
     async def pace_counts(self) -> dict[str, float]:
         """What paced ranks that are no engines have counted so far, together (see `springtide.pace`)."""
         total: Counter[str] = Counter()
-        for rank in {id(r): r for r in (self.trainer, self.reference, self.proximal) if r is not None}.values():
+        for rank in (*self.trainer.ranks, *(r for r in (self.reference, self.proximal) if isinstance(r, Rank))):
             with contextlib.suppress(ConnectionLost):  # it is being restarted; its counts start again
                 total.update((await rank.call("status", deadline_s=CONTROL_S))["pace"])
         return dict(total)

@@ -119,22 +119,24 @@ class Shape:
         """Of a decoder's `config.json`, grouped-query attention and routed experts included; norms and biases are not
         counted. Raises: UnknownHardware."""
         text = config.get("text_config") or config
-        if text.get("kv_lora_rank"):
-            raise UnknownHardware(f"{where}: attention over a compressed KV (kv_lora_rank) is not in the cost model")
+        # Attention over a compressed KV; experts that are shared, or not in all layers; no attention in some.
+        for key in ("kv_lora_rank", "n_routed_experts", "linear_num_key_heads"):
+            if text.get(key):
+                raise UnknownHardware(f"{where}: a model with {key} is not in the cost model")
         try:
             hidden, layers, heads = (text[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
             vocab, inner = text["vocab_size"], text["intermediate_size"]
+            experts = text.get("num_experts") or text.get("num_local_experts") or 0
+            routed = text["num_experts_per_tok"] / experts if experts else 1.0
         except KeyError as error:
             raise UnknownHardware(f"{where} does not describe a decoder: {error} is missing") from None
         size = text.get("head_dim") or hidden // heads
         kv_heads = text.get("num_key_value_heads") or heads
-        experts = text.get("num_experts") or text.get("num_local_experts") or 0
         width = (text.get("moe_intermediate_size") or inner) if experts else inner
         attention = 2 * hidden * size * (heads + kv_heads)
         mlps = 3 * hidden * width * max(1, experts) * layers
         embeddings = vocab * hidden * (1 if text.get("tie_word_embeddings") else 2)
         total = embeddings + layers * (attention + hidden * experts) + mlps
-        routed = text["num_experts_per_tok"] / experts if experts else 1.0
         return cls(float(total), layers, heads, kv_heads, size, float(mlps) if experts else 0.0, routed)
 
 

@@ -115,7 +115,8 @@ async def _scaled(config: Config, directory: RunDirectory, display: Display, *, 
         shutil.rmtree(trial.run_dir, ignore_errors=True)
         async with open_run(trial, calibrates=True) as driver:
             await train(driver)
-        scale = scale_for(read_records(RunDirectory(trial.run_dir).metrics), config.engine.ranks)
+        measured = read_records(RunDirectory(trial.run_dir).metrics)
+        scale = scale_for(measured, config.engine.ranks, config.trainer.ranks)
         if scale is None:
             minutes = _CALIBRATION["minutes"]
             raise ConfigError(
