@@ -102,7 +102,6 @@ def scratch_directory(prefix: str = "springtide-", parent: Path | None = None) -
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # what is sent to a terminal's programs or to our group is not meant for it
-            env={"PATH": os.defpath},  # nor what ends all that carries a mark in its environment
             env={"PATH": os.environ.get("PATH", os.defpath)},  # by their environment a dead Ray's processes are killed
         )
         try:
