@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def make_rows(name: str, size: int, rounds: list[Round]) -> list[Row]:
-    """The rows of one type of weights; float32 is what a run on a processor publishes, and is what is required."""
+    """The rows of one type of weights: what is required, and the versions before."""
 
     def row(target: str, chosen: list[Round], required: float | None) -> Row:
         times, copies = [r.whole for r in chosen], [r.copy for r in chosen]

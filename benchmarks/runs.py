@@ -3,7 +3,7 @@
 Owns: what such a cell's key covers (the resolved configuration, the code of the arm, every source of the package that
 a run imports, the model's files). Invariant: two evaluations of one configuration play the same tasks with the same
 seeds.
-Called by: `learning`, `multitask`.
+Called by: `kills`, `learning`, `multitask`.
 """
 
 from __future__ import annotations
