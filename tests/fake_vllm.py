@@ -32,6 +32,8 @@ class Answers:
     checksums: dict[str, str] | None = None  # None: they change with each version
     slow: asyncio.Event | None = None  # turns wait for it
     label: str = "default"
+    paused: bool = False
+    updating: bool = False
     asked: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
 
     def paths(self) -> list[str]:
@@ -60,9 +62,16 @@ async def fake_vllm(answers: Answers) -> AsyncIterator[str]:
             case "weight_checker":
                 return web.json_response({"checksums": answers.checksums or {"w": answers.label}})
             case "update_weights" if answers.update[0] != 200:
+                answers.updating = False
                 return web.json_response({"error": {"message": answers.update[1]}}, status=answers.update[0])
+            case "pause" | "resume":
+                answers.paused = path == "pause"
+            case "start_weight_update" | "finish_weight_update" if answers.updating == path.startswith("start"):
+                return web.json_response({"error": {"message": f"no {path} now"}}, status=500)
+            case "start_weight_update":
+                answers.updating = True
             case "finish_weight_update":
-                answers.label = body["weight_version"]
+                answers.updating, answers.label = False, body.get("weight_version", answers.label)
             case "inference/v1/generate":
                 return await generate(body)
         return web.json_response({})
@@ -72,6 +81,8 @@ async def fake_vllm(answers: Answers) -> AsyncIterator[str]:
         if "prompt_logprobs" in sampling:
             rows = [{str(t): {"logprob": p}} for t, p in zip(body["token_ids"][1:], answers.canary, strict=False)]
             return web.json_response({"choices": [], "prompt_logprobs": [None, *rows]})
+        while answers.paused:
+            await asyncio.sleep(0.01)
         if answers.slow is not None and body.get("output_mode") is None:
             await answers.slow.wait()
         ids = [5] * sampling["max_tokens"]

@@ -26,6 +26,7 @@ from springtide.config import Config, ConfigError, make_config
 from springtide.engine.protocol import EVALUATION, EngineError, Sampling
 from springtide.engine.vllm import VllmEngine, read_reply, request_body, turn_seed
 from springtide.engine.vllm_server import (
+    Server,
     VllmSettings,
     check_python,
     check_version,
@@ -99,6 +100,16 @@ def test_what_vllms_worker_imports_of_us_is_found_beside_vllm() -> None:
     assert ours == set() and "springtide.weights.store" in loaded
 
 
+@asynchronous
+async def test_what_a_server_prints_is_read_to_the_end_also_behind_a_line_beyond_all_limits() -> None:
+    """A pipe that nobody reads any more would stop it."""
+    code = "print('x' * 10**6); print('y' * 10**5 + chr(10)); print('ValueError: no room')"
+    python = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+    server = Server(python)
+    await server._read()
+    assert server.cause == ": ValueError: no room" and await python.wait() == 0
+
+
 def test_only_tested_versions_are_supported() -> None:
     check_version("0.32.7", "x")
     for version in ("0.31.2", "0.33.0", "0.320.0", "1.32.0"):
@@ -123,6 +134,7 @@ def test_sizes_and_options_reach_the_server_and_its_own_arguments_win(tiny_model
     assert pairs["--uds"] == "/s" and not {"--host", "--port"} & set(given)  # it listens on no port
     given, pairs = arguments(device="cuda", vllm={"python": "p"})
     assert "--no-enable-chunked-prefill" not in given and pairs["--max-num-batched-tokens"] == "77"
+    assert pairs["--gpu-memory-utilization"] == "0.01"  # else 92% of the GPU must be free, also of the trainer
     assert pairs["--dtype"] == "bfloat16" and arguments(vllm={"python": "p"})[1]["--dtype"] == "float32"
     environment = server_environment(tmp_path, "cpu")
     assert [p.name for p in tmp_path.iterdir()] == ["springtide"] and environment["PYTHONPATH"] == str(tmp_path)
@@ -278,6 +290,17 @@ async def test_a_url_where_nobody_answers_is_one_line(tiny_model: Path, tmp_path
     with pytest.raises(ProcessFailed, match=r"http://127.0.0.1:1 was not up within engine.vllm.start_s = 0.5 s"):
         async with VllmEngine.open(VllmSettings(str(tiny_model), str(tmp_path), config(), URL)):
             pass
+
+
+@asynchronous
+async def test_a_given_server_that_was_left_in_the_middle_of_an_update_serves_again(
+    tiny_model: Path, tmp_path: Path, answers: Answers
+) -> None:
+    publish(tmp_path / "s", 1)
+    answers.paused, answers.updating, answers.canary = True, True, (-1.0, -1.0)
+    async with asyncio.timeout(20), opened(tiny_model, tmp_path / "s", answers) as engine:
+        await engine.load(1)
+        assert (await engine.generate("a", PROMPT, Sampling(1, 0, 4))).version == 1
 
 
 @asynchronous
@@ -488,6 +511,7 @@ class Recorded:
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.refuses = False
+        self.then: Callable[[], Any] = lambda: None
 
     async def client(self) -> Any:
         return self
@@ -503,6 +527,7 @@ class Recorded:
 
     async def call(self, method: str, *, deadline_s: float, version: int) -> None:
         self.calls.append((method, version))
+        self.then()
 
     call_again = call
 
@@ -535,6 +560,13 @@ async def test_the_stale_pools_engine_is_given_its_version_only_also_when_it_sta
         engine.calls.clear()
         await runtime.prepare_engine(engine)  # type: ignore[arg-type]
     assert first.calls == [("load", 6), ("pin", 6)] and stale.calls == [("load", 5)]
+    apart, runtime.stale = runtime.stale, None  # all versions in one engine, of which two are given up as it loads
+    runtime.versions.update(other=3)
+    first.calls.clear()
+    first.then = lambda: [runtime.versions.pop(h, None) for h in ("stale", "other")]
+    await runtime.prepare_engine(ranks[0])
+    assert first.calls == [("load", 6), ("pin", 6)]
+    runtime.stale, runtime.versions["stale"], first.then = apart, 5, lambda: None
     assert Pins(tmp_path).versions() == {5, 6}
     for newest in (6, 7):  # although it is still the newest, or also the stale pool's: a pin that stays keeps the slot
         first.calls.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -232,6 +233,23 @@ def test_a_file_that_nobody_reads_is_written_over_and_read_right(memory) -> None
     assert len(set(files)) == 3
     store.publish(8, {**_weights(), "more": torch.ones(2)})  # of another size
     assert store.load(8)["more"].tolist() == [1.0, 1.0]
+
+
+def test_where_files_are_not_written_over_none_is_locked_or_left_open(tmp_path, monkeypatch) -> None:
+    """Some clusters' file systems know no locks."""
+    if in_memory(tmp_path):
+        pytest.skip("temporary files lie in memory here")
+
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    store = WeightStore(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    for version in range(4):
+        store.publish(version, _weights(version))
+        assert torch.equal(store.load(version)["a.weight"], _weights(version)["a.weight"])
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_file_that_is_read_is_left_alone_however_many_versions_follow(memory) -> None:

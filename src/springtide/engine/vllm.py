@@ -481,6 +481,10 @@ class VllmEngine:
             await self._post("init_weight_transfer_engine", {"init_info": {"store": self.settings.store}})
         except EngineError as error:
             raise ConfigError(f"{where} takes no weights from us ({error}); start it as docs/vllm.md says") from None
+        if self.settings.url is not None:  # a run that was killed, or refused a version, left it paused in an update
+            with contextlib.suppress(EngineError):  # it did not
+                await self._post("finish_weight_update")
+            await self._post("resume")
         await self._check_tokenizer(where)
 
     async def _check_tokenizer(self, where: str) -> None:

@@ -110,6 +110,8 @@ def server_arguments(settings: VllmSettings, socket: str) -> list[str]:
         # A part of a prompt ends in a draw that vLLM takes back from the turn's generator, which a CPU's cannot.
         flags.append("--no-enable-chunked-prefill")
         arguments["--max-num-batched-tokens"] = max(engine.prefill_chunk, engine.max_batch, context)
+    else:  # the cache's size is given, so this only says how much must be free: a trainer may have its part already
+        arguments["--gpu-memory-utilization"] = 0.01
     return [*(str(part) for pair in arguments.items() for part in pair), *flags, *engine.vllm.args]
 
 
@@ -139,7 +141,7 @@ def server_environment(path: Path, device: str) -> dict[str, str]:
 
 
 class Server:
-    """A server of ours, up: `connector` reaches it, `ended` returns what its end was."""
+    """A server of ours, starting or up: `ended` returns what its end was, once it has."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process, self.cause = process, ""  # as it ends a sentence
@@ -184,10 +186,14 @@ class Server:
     async def _read(self) -> None:
         """Write what it prints to our log, and remember the first error's line: what follows only repeats it."""
         assert self._process.stdout is not None
-        with contextlib.suppress(ValueError):  # a line beyond the limit: the rest is not worth a log
-            while line := await self._process.stdout.readline():
-                text = line.decode(errors="replace")
-                sys.stdout.write(text)
-                sys.stdout.flush()
-                if not self.cause and " WARNING " not in text and (found := _ERROR.search(text)):
-                    self.cause = f": {found[1]}: {found[2].strip()}"
+        line = b"?"
+        while line:
+            try:
+                line = await self._process.stdout.readline()
+            except ValueError:  # beyond the limit: not worth a log, but a pipe that nobody reads stops the server
+                continue
+            text = line.decode(errors="replace")
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            if not self.cause and " WARNING " not in text and (found := _ERROR.search(text)):
+                self.cause = f": {found[1]}: {found[2].strip()}"

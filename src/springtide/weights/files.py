@@ -97,7 +97,10 @@ class Files:
         except BaseException:
             os.close(fd)
             raise
-        weakref.finalize(shared, _unlock, fd)  # when the last tensor is gone
+        if self._reuse:
+            weakref.finalize(shared, _unlock, fd)  # when the last tensor is gone
+        else:
+            os.close(fd)
         (length,) = _LENGTH.unpack_from(shared)
         entries: dict[str, Any] = json.loads(bytes(shared[8 : 8 + length]))
         entries.pop("__metadata__", None)
