@@ -120,11 +120,13 @@ class Runtime:
         """Give a (re)started engine every version that is in use, the newest first: turns wait for nothing else."""
         apart = self.stale is not None  # the stale pool's engine holds nothing else, and no other holds that
         held = {h: v for h, v in self.versions.items() if not apart or (h == "stale") == (engine is self.stale)}
-        current, kept = held.pop("current", None), sorted(set(held.values()))
-        for version in (*((current,) if current is not None else ()), *(v for v in kept if v != current)):
+        newest, kept = {held.pop("current")} if "current" in held else set(), set(held.values())
+        for version in (*newest, *sorted(kept - newest)):
+            if version not in self.versions.values():
+                continue  # given up while another was loaded: it may be gone from the store
             await engine.call("load", version=version, deadline_s=_LOAD_S)
-        for version in kept if engine is not self.stale else ():
-            await engine.call("pin", version=version, deadline_s=_LOAD_S)
+            if version in kept and engine is not self.stale:
+                await engine.call("pin", version=version, deadline_s=_LOAD_S)
 
     async def _each(self, method: str, **payload: Any) -> None:
         await self._all([e for e in self.engines if e is not self.stale], method, **payload)
