@@ -16,7 +16,7 @@ from click.testing import Result
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from run_support import TESTS, run_config
+from run_support import run_config
 from springtide.cli import cluster_checks, footprint
 from springtide.cli.cluster_checks import ClusterChecker
 from springtide.cli.doctor import app
@@ -194,11 +194,26 @@ def test_what_a_gpu_holds_is_compared_with_it(tiny_model, tmp_path, monkeypatch)
     )
 
 
-def test_a_containers_limit_counts() -> None:
-    text = "MemTotal: 100 kB\nMemAvailable:   2048 kB\n"
-    assert footprint.available_memory(text) == 2048 * 1024
-    assert footprint.available_memory(text, "max\n") == 2048 * 1024
-    assert footprint.available_memory(text, "1048576\n", 524288) == 524288
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_limit_of_a_container_or_job_counts_and_its_cached_files_do_not(tmp_path: Path, version: int) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "groups"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   2048 kB\n")
+    named, root, limit, used, kept = {
+        1: ("5:memory:", groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("0::", groups, "memory.max", "memory.current", "inactive_file"),
+    }[version]
+    (proc / "self" / "cgroup").write_text(f"9:cpu:/elsewhere\n{named}/job/step\n")
+    assert footprint.available_memory(proc, groups) == 2048 * 1024  # no group is there
+    (root / "job" / "step").mkdir(parents=True)
+    for place, most in (
+        (root / "job", "1048576"),
+        (root / "job" / "step", "9223372036854771712" if version == 1 else "max"),
+    ):
+        (place / limit).write_text(f"{most}\n")
+        (place / used).write_text("800000\n")
+        (place / "memory.stat").write_text(f"anon 500000\n{kept} 300000\n")
+    assert footprint.available_memory(proc, groups) == 1048576 - 800000 + 300000
 
 
 # --- the arithmetic against the real thing ------------------------------------------------------------------------
@@ -280,4 +295,9 @@ def test_sharding_adapters_and_options_change_what_is_computed(tiny_model, tmp_p
         run_config(tiny_model, tmp_path / "runs", trainer={"ranks": 2, "sharding": "fsdp"}), size
     )
     assert sum(half.values()) == pytest.approx(sum(one.values()) / 2, abs=8)
-    assert (TESTS / "letters.py").exists()
+    adapter = run_config(tiny_model, tmp_path / "runs", trainer={"lora": {"rank": 1}})
+    stored = footprint.stored_bytes(adapter, size)  # the base once
+    assert 4 * size.parameters < stored < 2 * 4 * size.parameters
+    gpu = run_config(tiny_model, tmp_path / "runs", trainer={"device": "cuda", "ranks": 2, "sharding": "fsdp"})
+    rank = footprint.needs(gpu, size)["trainer-1"]
+    assert rank.in_memory == footprint.TORCH_BYTES + 4 * size.parameters  # each reads it whole, before it is sharded

@@ -81,7 +81,7 @@ class ClusterChecker:
             kind, detail = await self.checks[name]()
         except (ConfigError, SuiteError, ModelNotFound, ChatError, OSError) as error:
             kind, detail = "failed", str(error)
-        if kind == "failed" and name in ("configuration", "versions", "memory", "weight store", "run directory"):
+        if kind == "failed":
             self._blocked.append(name)
         return Verdict(name, kind, " ".join(detail.split()))
 
@@ -118,8 +118,8 @@ class ClusterChecker:
                 wrong.append(f"{need.name} is {version}, needed is {need.specifier}")
         if wrong:
             return "failed", "; ".join(wrong)
-        if self._config.engine.vllm.python is not None:
-            found.append(f"vLLM {SUPPORTED}.*")  # `check` has refused any other
+        if self._config.engine.vllm.python is not None and not self._blocked:  # else refused above, perhaps
+            found.append(f"vLLM {SUPPORTED}.*")
         return "ok", ", ".join(found)
 
     async def _devices(self) -> Finding:
@@ -153,7 +153,7 @@ class ClusterChecker:
             return "skipped", f"{told}; what the cluster's nodes have is not compared"
         where = store_parent(config)
         stored = footprint.stored_bytes(config, model) if file_system(where) == "tmpfs" else 0
-        wanted, there = sum(n.cpu for n in needs.values()) + stored, memory_here()
+        wanted, there = sum(n.cpu for n in needs.values()) + stored, footprint.available_memory()
         told += f", published weights in memory {gib(stored)}" if stored else ""
         findings = [_fits(wanted, there, f"this machine's memory ({told})")]
         on_gpu = [n.on_device for n in needs.values() if n.device != "cpu"]
@@ -301,21 +301,6 @@ def store_parent(config: Config) -> Path:
     return place
 
 
-def memory_here() -> int:
-    """Bytes of this machine's memory (or of this container's) that can still be taken."""
-
-    def read(name: str) -> str | None:
-        try:
-            return Path("/sys/fs/cgroup", name).read_text()
-        except OSError:
-            return None
-
-    used = read("memory.current")
-    return footprint.available_memory(
-        Path("/proc/meminfo").read_text(), read("memory.max"), int(used) if used and used.strip().isdigit() else 0
-    )
-
-
 def visible_gpus() -> list[dict[str, Any]]:
     """`{name, free, total}` of each GPU that torch sees. Asked of a process: this one loads no torch."""
     code = (
@@ -355,4 +340,5 @@ def _need_answer(url: str) -> None:
     except urllib.error.HTTPError:
         return  # it answers; what it is, its engine process finds out
     except (OSError, ValueError) as error:
-        raise ConfigError(f"engine.vllm.urls: nobody answers at {url}: {error}; start the server first") from None
+        told = getattr(error, "reason", error)
+        raise ConfigError(f"engine.vllm.urls: nobody answers at {url}: {told}; start the server first") from None

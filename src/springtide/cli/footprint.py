@@ -70,16 +70,23 @@ def needs(config: Config, model: ModelSize) -> dict[str, Need]:
     """By process, what it needs at its largest."""
     trainer, engine = config.trainer, config.engine
     found = {}
-    held = sum(trainer_state(config, model).values())
+    whole, state = 4 * model.parameters, trainer_state(config, model)
+    held = sum(state.values()) + activations(config, model)
+    on_cpu = trainer.device == "cpu"
+    if trainer.sharding == "fsdp":
+        # weights and gradients of a layer, the embedding and the head are gathered; before it is sharded it is whole
+        layer = 4 * model.hidden**2 + 3 * model.hidden * model.intermediate
+        held += 8 * (2 * model.vocabulary * model.hidden + layer)
+        held = max(held, whole + state["weights"]) if on_cpu else held
+    beside = TORCH_BYTES + (0 if on_cpu else whole)  # it is read into the machine's memory, and goes on from there
     for rank in range(trainer.ranks):
-        name = f"trainer-{rank}" if trainer.ranks > 1 else "trainer"
-        found[name] = Need(trainer.device, held + activations(config, model), TORCH_BYTES)
+        found[f"trainer-{rank}" if trainer.ranks > 1 else "trainer"] = Need(trainer.device, held, beside)
     own_reference = trainer.lora.rank > 0 and config.reference.path is None
-    frozen = 4 * model.parameters + config.trainer.logit_chunk * model.vocabulary * 8
+    frozen = whole + trainer.logit_chunk * model.vocabulary * 8
     if config.algorithm.kl_coef > 0 and not own_reference:
-        found["reference"] = Need(trainer.device, frozen, TORCH_BYTES)
+        found["reference"] = Need(trainer.device, frozen, beside)
     if config.algorithm.old_logprobs == "recompute":
-        found["proximal"] = Need(trainer.device, frozen, TORCH_BYTES)
+        found["proximal"] = Need(trainer.device, frozen, beside)
     base = TORCH_BYTES if engine.kind == "local" else VLLM_BYTES
     for index in range(config.engines if not engine.vllm.urls else 0):  # a server that runs already is not ours
         found[f"engine-{index}"] = Need(engine.device, engine_bytes(config, model), base)
@@ -90,14 +97,15 @@ def needs(config: Config, model: ModelSize) -> dict[str, Need]:
 
 def trainer_state(config: Config, model: ModelSize) -> dict[str, int]:
     """What a trainer rank holds between steps and while it takes one: weights, gradients, the optimiser's moments."""
-    trainer, count = config.trainer, model.parameters
-    if trainer.lora.rank:
-        # A and B of every linear layer: seven of them, about (4 hidden + 3 (hidden + intermediate)) * 2 * rank
-        per_layer = trainer.lora.rank * (8 * model.hidden + 3 * (model.hidden + model.intermediate))
-        adapter = model.layers * per_layer
-        return {"weights": 4 * count, "gradients": 4 * adapter, "moments": 8 * adapter}
-    share = trainer.ranks if trainer.sharding == "fsdp" else 1
-    return {"weights": 4 * count // share, "gradients": 4 * count // share, "moments": 8 * count // share}
+    count, share = trained(config, model), config.trainer.ranks if config.trainer.sharding == "fsdp" else 1
+    return {"weights": 4 * model.parameters // share, "gradients": 4 * count // share, "moments": 8 * count // share}
+
+
+def trained(config: Config, model: ModelSize) -> int:
+    """Parameters that are trained: all, or an adapter's, about A and B of a layer's seven matrices."""
+    rank = config.trainer.lora.rank
+    adapter = model.layers * rank * (8 * model.hidden + 3 * (model.hidden + model.intermediate))
+    return adapter if rank else model.parameters
 
 
 def activations(config: Config, model: ModelSize) -> int:
@@ -122,22 +130,39 @@ def engine_bytes(config: Config, model: ModelSize) -> int:
 def stored_bytes(config: Config, model: ModelSize) -> int:
     """Published weights that the store holds at once, the stale pool's and an evaluation's included."""
     versions = STORED + (config.rollout.stale_probability > 0) + (config.eval.every > 0)
-    return versions * 4 * model.parameters
+    base = 4 * model.parameters if config.trainer.lora.rank else 0  # of adapters
+    return base + versions * 4 * trained(config, model)
 
 
 def checkpoint_bytes(config: Config, model: ModelSize) -> int:
     """Checkpoints on disk at once: those that are kept, and the one being written."""
-    state = trainer_state(config, model)
-    share = config.trainer.ranks if config.trainer.sharding == "fsdp" and not config.trainer.lora.rank else 1
-    one = state["moments"] * share + (0 if config.trainer.lora.rank else 4 * model.parameters)
-    return (config.trainer.checkpoint_keep + 1) * one
+    return (config.trainer.checkpoint_keep + 1) * 12 * trained(config, model)
 
 
-def available_memory(meminfo: str, cgroup: str | None = None, used: int = 0) -> int:
-    """Bytes that can still be taken: what /proc/meminfo says, and no more than a container's limit leaves."""
-    lines = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
+def available_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that can still be taken: what the machine has, and no more than the control groups that we are in (of a
+    container, a SLURM job) leave. Files that the kernel can drop count as free."""
+    lines = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines() if ":" in line)
     free = int(lines["MemAvailable"].split()[0]) * 1024
-    return min(free, int(cgroup) - used) if cgroup and cgroup.strip().isdigit() else free
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        _, controllers, own = line.split(":", 2)
+        if not controllers:
+            root, limit, used, files = groups, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):  # the first version of control groups
+            root, limit = groups / "memory", "memory.limit_in_bytes"
+            used, files = "memory.usage_in_bytes", "total_inactive_file"
+        else:
+            continue
+        group = root / own.lstrip("/")
+        for place in (group, *group.parents):
+            try:
+                most, now = (place / limit).read_text().strip(), int((place / used).read_text())
+                kept = dict(entry.split() for entry in (place / "memory.stat").read_text().splitlines())
+            except OSError:
+                continue  # not a group, or one that limits nothing
+            if most != "max":
+                free = min(free, int(most) - now + int(kept[files]))
+    return free
 
 
 def gib(size: float) -> str:
