@@ -206,7 +206,7 @@ def test_a_number_is_found_as_it_was_written(value) -> None:
 @pytest.mark.parametrize(
     ("line", "text", "told"),
     [
-        ("{nonsense", "", "quiz.jsonl:3: not JSON"),
+        ("{nonsense", "", "quiz.jsonl:3: not JSON: Expecting property name enclosed in double quotes$"),
         ("[1, 2]", "", "quiz.jsonl:3: list, not an object with columns"),
         ('{"prompt": "?"}', "", "quiz.jsonl:3: none of the columns answer, .*it has prompt"),
         ('{"prompt": "?", "answer": "x"}', 'answer = "key"', r"quiz.jsonl:1: no column 'key' \(set answer = ...\)"),
@@ -237,9 +237,16 @@ def test_a_bad_row_is_one_line_with_its_file_and_line(tmp_path, line: str, text:
 
 
 def test_data_that_are_not_there_are_one_line(tmp_path) -> None:
+    (tmp_path / "rows.csv").write_text("question,answer\n1,2\n")
+    for name in ("no.jsonl", "no.parquet", "./no", "rows.csv"):
+        (tmp_path / f"of-{Path(name).stem}-{Path(name).suffix[1:]}.toml").write_text(f'data = "{name}"')
     for use, told in (
         (str(tmp_path / "no.toml"), "there is no file"),
         (str(tmp_path / "no.jsonl"), "there is no file"),
+        (str(tmp_path / "of-no-jsonl.toml"), "there is no file .*no.jsonl"),  # whether or not `datasets` is installed
+        (str(tmp_path / "of-no-parquet.toml"), "there is no file .*no.parquet"),
+        (str(tmp_path / "of-no-.toml"), "there is no file .*no"),
+        (str(tmp_path / "of-rows-csv.toml"), "rows.csv is neither .jsonl nor .parquet"),
     ):
         with pytest.raises(SuiteError, match=told):
             load_suite(use)

@@ -235,6 +235,10 @@ def _rows(described: Description, directory: Path, use: str) -> Iterator[tuple[s
     if path.suffix == ".jsonl" and path.is_file():
         yield from _jsonl(path)
         return
+    if path.is_file() and path.suffix != ".parquet":
+        raise SuiteError(f"suite {use}: {path} is neither .jsonl nor .parquet")
+    if not path.exists() and (path.suffix in DATA_SUFFIXES or described.data.startswith((".", "/"))):
+        raise SuiteError(f"suite {use}: there is no file {path.resolve()}")
     try:
         import datasets
     except ImportError:
@@ -244,12 +248,10 @@ def _rows(described: Description, directory: Path, use: str) -> Iterator[tuple[s
         ) from None
     datasets.disable_progress_bars()
     try:
-        if path.suffix == ".parquet" and path.is_file():
+        if path.is_file():
             loaded = datasets.Dataset.from_parquet(str(path))
         elif path.is_dir():
             loaded = datasets.load_from_disk(str(path))
-        elif path.suffix in DATA_SUFFIXES or described.data.startswith((".", "/")):
-            raise FileNotFoundError(f"there is no {path.resolve()}")
         else:
             loaded = datasets.load_dataset(described.data, described.subset)
     except Exception as error:  # datasets raises many kinds, and its own; each is a reason why there are no rows
@@ -265,7 +267,7 @@ def _rows(described: Description, directory: Path, use: str) -> Iterator[tuple[s
 
 def _jsonl(path: Path) -> Iterator[tuple[str, str | None, Row]]:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # some programs write a byte order mark
             for line, text in enumerate(file, 1):
                 if not text.strip():
                     continue
@@ -273,7 +275,7 @@ def _jsonl(path: Path) -> Iterator[tuple[str, str | None, Row]]:
                 try:
                     row = json.loads(text)
                 except (ValueError, RecursionError) as error:
-                    raise SuiteError(f"{where}: not JSON: {error}") from None
+                    raise SuiteError(f"{where}: not JSON: {getattr(error, 'msg', error)}") from None
                 if not isinstance(row, dict):
                     raise SuiteError(f"{where}: {type(row).__name__}, not an object with columns")
                 yield where, None, row
