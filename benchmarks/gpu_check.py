@@ -76,12 +76,14 @@ def check(model: Path, directory: Path, device: str, vllm: Path | None, *, quick
     rows += publication(tensors, directory)
     parameters = sum(t.numel() for t in tensors.values())
     del tensors
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()  # the runs' processes need it
     for arm, tables in arms(device, vllm).items():
         if tables is None:
             rows.append(Row(f"{arm}: not installed", None, "tokens/s"))
             continue
-        figures = run(make_run(model, directory, arm, device, tables, quick=quick))
-        rows += run_rows(arm, figures, parameters, peak)
+        config = make_run(model, directory, arm, device, tables, quick=quick)
+        rows += run_rows(arm, run(config), parameters, peak * config.trainer.ranks)
     return rows
 
 
