@@ -23,6 +23,7 @@ source "$venv/bin/activate"
 
 # Who knows the token may run programs in the cluster as you.
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$SLURM_SUBMIT_DIR/.ray-token-$SLURM_JOB_ID
+trap 'rm -f "$RAY_AUTH_TOKEN_PATH"' EXIT
 (umask 077 && python -c 'import secrets; print(secrets.token_hex(32), end="")' > "$RAY_AUTH_TOKEN_PATH")
 export RAY_USAGE_STATS_ENABLED=0
 
@@ -35,7 +36,11 @@ store=$((1 << 28)) # no trajectory and no weight passes Ray's object store
 start=(ray start --block --object-store-memory="$store" --num-cpus="$SLURM_CPUS_PER_TASK")
 srun --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" --overlap \
     "${start[@]}" --head --port="$port" --node-ip-address="$head_ip" --include-dashboard=false &
-until ray status --address "$address" > /dev/null 2>&1; do sleep 2; done
+head=$!
+until ray status --address "$address" > /dev/null 2>&1; do
+    kill -0 $head || exit 1 # its log says why it did not start
+    sleep 2
+done
 if ((SLURM_NNODES > 1)); then
     srun --nodes=$((SLURM_NNODES - 1)) --ntasks=$((SLURM_NNODES - 1)) --exclude="${nodes[0]}" --overlap \
         "${start[@]}" --address="$address" &
@@ -49,5 +54,4 @@ trap 'kill -TERM $driver' TERM
 status=0
 wait $driver || status=$?
 if kill -0 $driver 2> /dev/null; then status=0; wait $driver || status=$?; fi # the first wait ended with the signal
-rm -f "$RAY_AUTH_TOKEN_PATH"
 exit $status
