@@ -60,6 +60,7 @@ class Supervised(Protocol):
     """A program that runs under supervision somewhere: here as a `Process`, or on a node of a cluster."""
 
     name: str
+    log_path: Path
     client: Client
     exited: asyncio.Event
 
@@ -246,20 +247,19 @@ async def start_process(
         process = Process(name, child, log_path, line)
         pings = asyncio.create_task(process.kill_if_silent(silent_s)) if silent_s is not None else None
         client: Client | None = None
-        watcher: asyncio.Task[None] | None = None
+
+        async def watch() -> None:
+            await child.wait()
+            process.exited.set()
+
+        watcher = asyncio.create_task(watch())
         try:
             assert child.stdin is not None
             child.stdin.write(json.dumps({"name": name, "entry": entry, "socket": socket_path, "args": args}).encode())
             with contextlib.suppress(ConnectionError):
                 await child.stdin.drain()
             child.stdin.close()
-            process.client = client = await _connect(process, child, path_of(socket_path), deadline_s)
-
-            async def watch() -> None:
-                await child.wait()
-                process.exited.set()
-
-            watcher = asyncio.create_task(watch())
+            process.client = client = await connect(process, path_of(socket_path), deadline_s)
             yield process
         finally:
             if pings is not None:
@@ -269,16 +269,13 @@ async def start_process(
             await _end(child)
             if client is not None:
                 await client.close()
-            if watcher is not None:
-                await watcher
+            await watcher
 
 
-async def _connect(process: Process, child: asyncio.subprocess.Process, socket_path: str, deadline_s: float) -> Client:
-    async def ended() -> None:
-        await child.wait()
-
-    waiter = asyncio.create_task(ended())
-    opener = asyncio.create_task(Client.open(socket_path, name=process.name, deadline_s=deadline_s))
+async def connect(process: Supervised, path: str, deadline_s: float) -> Client:
+    """Reach a program that was started. Raises: ProcessFailed if it ends first, or does not listen in `deadline_s`."""
+    waiter = asyncio.create_task(process.exited.wait())
+    opener = asyncio.create_task(Client.open(path, name=process.name, deadline_s=deadline_s))
     try:
         await asyncio.wait({waiter, opener}, return_when=asyncio.FIRST_COMPLETED)
         if opener.done() and not opener.exception():

@@ -27,10 +27,10 @@ from typing import Any
 
 import springtide
 from springtide.config import Config, ConfigError
-from springtide.process import ProcessFailed, log_tail, scratch_directory
+from springtide.process import ProcessFailed, connect, log_tail, scratch_directory
 from springtide.runtime.launch import Places
 from springtide.runtime.ray_host import Host, describe
-from springtide.wire import Client, DeadlineExceeded
+from springtide.wire import Client
 
 log = logging.getLogger(__name__)
 
@@ -308,11 +308,8 @@ class _Launcher:
             if "pid" not in answer:
                 raise ProcessFailed(**answer)
             program.pid = answer["pid"]
-            try:
-                program.client = client = await Client.open(socket_path, name=name, deadline_s=left)
-            except DeadlineExceeded as error:
-                raise ProcessFailed(f"{error}; the driver cannot reach node {seat.ip}") from error
             watcher = asyncio.create_task(program.watch(silent_s))
+            program.client = client = await connect(program, socket_path, left)
             yield program
         finally:
             if watcher is not None:
