@@ -208,17 +208,29 @@ def test_every_option_can_be_set_on_the_command_line(tmp_path: Path, key: str) -
     }.get(key, ())
     value = _another(key, field)
     (tmp_path / "c.toml").write_text('[[suites]]\nuse = "db"\n')
-    config: Any = load_config(tmp_path / "c.toml", (*others, f"{key}={json.dumps(value)}"))
+    config: Any = load_config(tmp_path / "c.toml", (*others, f"{key}={_toml(value)}"))
     for part in key.split("."):
         config = getattr(config, part)
     assert config == (tuple(value) if isinstance(value, list) else value) != field.default
 
 
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {_toml(inner)}" for name, inner in value.items()) + "}"
+    return json.dumps(value)
+
+
 def _another(key: str, field: Any) -> Any:
     """A valid value that is not the default."""
     default, kinds = field.default, get_args(field.annotation)
-    if key == "engine.vllm.urls":
-        return ["http://host:8000"]
+    special = {
+        "engine.vllm.urls": ["http://host:8000"],
+        "runtime.ray.ports": [1024, 2048],
+        "runtime.ray.resources": {"rollout": {"CPU": 2.0}},
+        "runtime.ray.labels": {"trainer": {"zone": "a"}},
+    }
+    if key in special:
+        return special[key]
     if get_origin(field.annotation) is Literal:
         return next(v for v in kinds if v != default)
     if default is None:
