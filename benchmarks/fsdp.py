@@ -1,8 +1,8 @@
 """Trained tokens a second of two trainer ranks against one, by `trainer.sharding`, on free cores.
 
 Both arms are real trainer processes and take the same optimiser steps: groups of eight random segments that share their
-first tokens, as a group's members share their task. nano: springtide-nano's shapes. larger: a random model about sixteen
-times its size. The arms take turns, step by step, so that whatever else the machine does falls on both.
+first tokens, as a group's members share their task. nano: springtide-nano's shapes. larger: a random model about
+sixteen times its size. The arms take turns, step by step, so that whatever else the machine does falls on both.
 """
 
 from __future__ import annotations

@@ -326,7 +326,8 @@ def test_a_dev_tenth_of_train_is_tagged_and_ids_and_seeds_follow_the_index() -> 
 
 
 def test_a_missing_suite_is_one_line_that_lists_those_available(tmp_path: Path) -> None:
-    with pytest.raises(SuiteError, match=r"^no suite 'chess'; there are .*db.*household.*kg.*FILE.py:Class, or a file of data$"):
+    known = r"^no suite 'chess'; there are .*db.*household.*kg.*FILE.py:Class, or a file of data$"
+    with pytest.raises(SuiteError, match=known):
         load_suite("chess")
     with pytest.raises(SuiteError, match="there is no file"):
         load_suite(str(tmp_path / "none.py") + ":Shop")

@@ -93,7 +93,8 @@ def test_every_flipped_byte_of_the_manifest_and_every_cut_of_it_is_detected(tmp_
     open_rank(tiny_model(tmp_path / "model")).save(str(tmp_path / "c"))
     path = tmp_path / "c" / "manifest.json"
     whole = path.read_bytes()
-    small = {name: (tmp_path / "c" / name) for name in ("state.json", "extra.json", "optimizer.pt", "moments.safetensors")}
+    names = ("state.json", "extra.json", "optimizer.pt", "moments.safetensors")
+    small = {name: (tmp_path / "c" / name) for name in names}
     entries = json.loads(whole)
     path.write_text(json.dumps({name: entries[name] for name in small}))  # few files: thousands of readings
     data = path.read_bytes()
