@@ -10,7 +10,7 @@ NEW_ENOUGH := import sys; sys.exit("Springtide needs Python 3.11 or newer, not "
 
 help:
 	@echo "make quickstart   set up, then train the shipped model on three suites (about ten minutes on two cores)"
-	@echo "make test         set up, then run the tests (with ARGS=-n2 about 8 minutes on two cores; needs npm)"
+	@echo "make test         set up, then run the tests (about 10 minutes on two cores; needs npm)"
 	@echo "make setup | test-slow | lint | types | format | docs | bench | clean"
 
 setup: $(STAMP)
@@ -36,7 +36,7 @@ quickstart: setup
 	$(BIN)/springtide quickstart $(ARGS)
 
 test: tokenizers setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-slow: tokenizers setup
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -65,15 +65,15 @@ def test_a_sound_configuration_passes_and_nothing_of_the_trial_is_left(tiny_mode
     assert not [p for p in shared.glob("springtide-.doctor-*") if p.exists()]
 
 
-def test_a_model_that_does_not_come_up_is_a_line_and_nothing_is_published(tiny_model, tmp_path) -> None:
+def test_weights_that_are_not_finite_are_a_line_and_nothing_is_published(tiny_model, tmp_path) -> None:
     model = shutil.copytree(tiny_model, tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     tensors["model.norm.weight"][0] = float("nan")
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     result, found = doctor(run_config(model, tmp_path / "runs"))
     assert result.exit_code == 1
-    assert [found[n]["verdict"] for n in ("processes", "publication", "canary")] == ["failed", "skipped", "skipped"]
-    assert "trainer" in found["processes"]["detail"]
+    assert [found[n]["verdict"] for n in ("processes", "publication", "canary")] == ["ok", "failed", "skipped"]
+    assert "not finite" in found["publication"]["detail"]
 
 
 def test_weights_that_change_on_the_way_fail_at_the_publication(tiny_model, tmp_path, monkeypatch) -> None:

@@ -17,7 +17,7 @@ from springtide.config import Config
 
 def test_a_run_of_two_trainer_ranks_learns_and_adds_up(tiny_model: Path, tmp_path: Path) -> None:
     config = run_config(
-        tiny_model, tmp_path, run={"steps": 25}, rollout={"group": {"n": 8}, "concurrency": 16},
+        tiny_model, tmp_path, run={"steps": 40}, rollout={"group": {"n": 8}, "concurrency": 16},
         trainer={"groups": 8, "ranks": 2, "cold_start": {"steps": 1}},
     )  # fmt: skip
     summary = springtide.train(config)

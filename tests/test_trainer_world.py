@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tests.world_parts import Processes, processes
 
 from springtide.trace import Group, common_start
-from springtide.trainer.collective import balance
+from springtide.trainer.collective import Collective, balance
 from springtide.trainer.data import read_logprobs
 from springtide.trainer.rank import Rank
 from springtide.weights.store import WeightStore
@@ -193,7 +193,7 @@ def test_a_checkpoint_of_two_ranks_is_resumed_by_one_and_by_four(
 def test_an_adapter_on_two_ranks_is_that_of_one_with_its_reference_for_free(
     ranks, tmp_path: Path, sharding: str
 ) -> None:
-    trainer = {"lora": {"rank": 4}, "lr": 1e-3}
+    trainer = {"lora": {"rank": 2}, "lr": 1e-3}  # of four ranks, two have no row of its A
     algorithm = {"kl_coef": 0.1}
     model = tiny_model(tmp_path / "model")
     items = tuple(write_groups(tmp_path / "groups", SHAPES))
@@ -265,6 +265,11 @@ def test_activation_checkpointing_computes_layers_twice_and_changes_nothing(rank
     assert found[True] == (found[False][0], 2 * found[False][1])
     world = ranks.world(2, model, tree(trainer={"activation_checkpointing": True, "sharding": "fsdp"}))
     assert world("train", items=items, version=0)["grad_norm"] == pytest.approx(found[True][0], rel=1e-5)
+
+
+def test_ranks_that_would_share_one_device_are_refused() -> None:
+    with pytest.raises(ValueError, match=r'trainer\.device: 2 ranks cannot share cuda:1; write "cuda"'):
+        Collective.join(0, 2, "file:///nowhere", "cuda:1")
 
 
 def anonymous_bytes(process: Any) -> int:

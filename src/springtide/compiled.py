@@ -38,9 +38,9 @@ def load(source: Path, signatures: Mapping[str, Sequence[Any]], user: str) -> ct
         log.warning("no C compiler (cc, gcc or clang): %s uses its PyTorch kernels, about half as fast", user)
         return None
     identity = repr((source.read_bytes(), compiler, _FLAGS, platform.machine(), _cpu_flags()))
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "springtide"
-    target = directory / f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     try:
+        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "springtide"
+        target = directory / f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
         if not target.exists():
             directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=directory) as temporary:
@@ -49,7 +49,7 @@ def load(source: Path, signatures: Mapping[str, Sequence[Any]], user: str) -> ct
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
                 os.replace(built, target)
         loaded = ctypes.CDLL(str(target))  # fails where programs may not be loaded from the cache's file system
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: this user has no home
         detail = getattr(error, "stderr", None) or str(error)
         log.warning("%s uses its PyTorch kernels: %s could not build %s: %s", user, compiler, source.name, detail)
         return None

@@ -8,7 +8,6 @@ Called by: the trainer rank, in its work thread.
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -21,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from springtide.trace import common_start
 from springtide.trainer.data import StepData
+from springtide.trainer.packing import prefix_order
 from springtide.wire import pack, unpack
 
 _WAIT = timedelta(hours=1)  # for a peer that is alive: a step may take as long; one that died is noticed at once
@@ -49,6 +48,8 @@ class Collective:
             interface = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
         place = torch.device(device)
+        if size > 1 and place.index is not None:
+            raise ValueError(f'trainer.device: {size} ranks cannot share {device}; write "{place.type}": one each')
         if place.type == "cuda":
             place = torch.device("cuda", place.index if place.index is not None else rank % torch.cuda.device_count())
             torch.cuda.set_device(place)
@@ -129,8 +130,7 @@ def balance(rows: Sequence[Any], parts: int) -> list[list[int]]:
     Neighbours in sorted order, which begin alike and share that beginning's work, stay together: the parts are ranges
     of it, and the largest is as small as ranges can make it. Parts are empty where there are fewer rows.
     """
-    order = sorted(range(len(rows)), key=lambda i: (rows[i].astype(">i4").tobytes(), i))
-    shared = [0] + [common_start(rows[a], rows[b]) for a, b in itertools.pairwise(order)]
+    order, shared = prefix_order(rows)
     whole = [len(rows[i]) * (1 + _READ_AGAIN) for i in order]
     after = [cost - known for cost, known in zip(whole, shared, strict=False)]  # behind a neighbour of the same part
 

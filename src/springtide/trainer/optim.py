@@ -49,9 +49,9 @@ class Optimizer:
         self._parts: list[torch.optim.Optimizer] = []
         if config.optimizer == "muon":
             outside = {id(p) for m in (policy.model.get_input_embeddings(), policy.head) for p in m.parameters()}
-            hidden = [p for p in self.parameters if p.ndim == 2 and id(p) not in outside]
-            rest = [p for p in self.parameters if not any(p is h for h in hidden)]
-            self._parts.append(Muon(hidden, **common, world=world))
+            hidden = {id(p): p for p in self.parameters if p.ndim == 2 and id(p) not in outside}
+            rest = [p for p in self.parameters if id(p) not in hidden]
+            self._parts.append(Muon(hidden.values(), **common, world=world))
         # Norms and biases are not decayed: decay pulls a gain of 1 towards 0.
         groups: list[dict[str, Any]] = [
             {"params": [p for p in rest if p.ndim >= 2]},

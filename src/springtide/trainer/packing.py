@@ -9,9 +9,8 @@ alone sees one right-padded row a segment, gathered from the nodes.
 Invariants: every segment lies in exactly one micro-batch, whole; rows * longest is at most `micro_tokens` (a longer
 segment gets a micro-batch of its own); each action token has its own log-prob; the layout depends on the ids only.
 
-Why a gather there and not a mask: causal attention never looks right, so padded rows need no mask.
-Sharing prefixes is exact because
-a causal model's state at a token depends on the tokens up to it and on nothing else.
+Why a gather there and not a mask: causal attention never looks right, so padded rows need no mask. Sharing prefixes is
+exact because a causal model's state at a token depends on the tokens up to it and on nothing else.
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ def plan(rows: Sequence[np.ndarray], micro_tokens: int) -> list[list[int]]:
 
     The cost (nodes + share * padded row tokens + overhead, summed) is minimal among cuts of the sorted order.
     """
-    order = sorted(range(len(rows)), key=lambda i: (_sort_key(rows[i]), i))
+    order, shared = prefix_order(rows)
     n = len(order)
     sizes = [len(rows[i]) for i in order]
-    shared = [0] + [common_start(rows[a], rows[b]) for a, b in itertools.pairwise(order)]
     best, cut = [0.0] * (n + 1), [0] * (n + 1)  # best[i]: least cost of the first i; the last batch is [cut[i], i)
     for end in range(1, n + 1):
         best[end] = float("inf")
@@ -65,8 +63,11 @@ def plan(rows: Sequence[np.ndarray], micro_tokens: int) -> list[list[int]]:
     return batches[::-1]
 
 
-def _sort_key(ids: np.ndarray) -> bytes:
-    return ids.astype(">i4").tobytes()  # big-endian bytes sort as the (non-negative) numbers do
+def prefix_order(rows: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
+    """Indices of the token strings `rows` in sorted order, and how many tokens each shares with the one before it."""
+    # Big-endian bytes sort as the (non-negative) numbers do.
+    order = sorted(range(len(rows)), key=lambda i: (rows[i].astype(">i4").tobytes(), i))
+    return order, [0] + [common_start(rows[a], rows[b]) for a, b in itertools.pairwise(order)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -373,7 +373,7 @@ class Rank:
 
     def _restore(self, path: Path, state: dict[str, Any]) -> None:
         assert self._optimizer is not None and self._policy is not None
-        saved = torch.load(path / files.OPTIMIZER, weights_only=True)
+        saved = torch.load(path / files.OPTIMIZER, map_location="cpu", weights_only=True)  # not all on rank 0's GPU
         if (adapter := self._policy.adapter) is not None:
             adapter.restore(path, state["base"])
             adapter.mark_start(saved["start"])

@@ -167,9 +167,9 @@ class TensorFile:
             raise ValueError(f"{name} is {part.get_shape()}, not {list(tensor.shape)}")
         if not is_sharded(tensor):
             return self._file.get_tensor(name).to(tensor.device)
-        first = _first_row(tensor)
-        rows = part[first : first + local(tensor).shape[0]]
-        return like(tensor, rows.to(local(tensor).device))
+        own, first = local(tensor.detach()), _first_row(tensor)
+        rows = part[first : first + len(own)] if len(own) else own  # no slice may begin at a tensor's end
+        return like(tensor, rows.to(own.device))
 
     def whole(self, name: str) -> Tensor:
         return self._file.get_tensor(name)
