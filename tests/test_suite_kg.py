@@ -28,6 +28,7 @@ from springtide.suites.kg.graph import Graph
 from springtide.suites.kg.programs import evaluate, hops, steps
 from springtide.suites.kg.schema import ATTRIBUTES, COUNTS, QUICK, RELATIONS
 from springtide.suites.kg.shortcuts import reductions, shortcut
+from springtide.suites.kg.spread import FEATURES, SETS, flat, glance, values
 from springtide.trace import Outcome
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))  # programs run by path
@@ -484,17 +485,70 @@ def test_every_declared_relation_and_attribute_has_data_and_reads_the_same_backw
 # --- floors ----------------------------------------------------------------------------------------------------------
 
 # What a policy that does not read may reach on 150 tasks of `test`, in percent; benchmarks/kg.py asks for 10 on more
-# tasks. The misses it shows are held where they are: `plan type`, and `type` at `quick`, which is frozen.
-MOST = {"plan type": 25, "type": 18}
+# tasks. `quick` and `standard` are frozen, with plans that some types of entity tell a lot about.
+MOST = {("quick", "plan type"): 30, ("standard", "plan type"): 25, ("quick", "type"): 18}
+GLANCING = [name for name in kg.POLICIES if name.startswith("plan ") and name != "plan type"]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", kg.POLICIES)
-def test_policies_that_do_not_read_fail(level: str, name: str):
+def percent_won(level: str, name: str) -> float:
     tasks = kg.sample(level, "test", 150)
     won = asyncio.run(kg.successes(kg.POLICIES[name], tasks))
     print(f"{level} {name}: {won} of {len(tasks)}")
-    assert 100 * won / len(tasks) <= MOST.get(name, 12)
+    return 100 * won / len(tasks)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", [name for name in kg.POLICIES if name not in GLANCING])
+def test_policies_that_do_not_read_fail(level: str, name: str):
+    assert percent_won(level, name) <= MOST.get((level, name), 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", DEEP)
+@pytest.mark.parametrize("name", GLANCING)
+def test_no_plan_by_what_a_glance_shows_answers_deep_questions(level: str, name: str):
+    """Two features together tell more than was aimed at (docs/kg.md); no more than this, though."""
+    assert percent_won(level, name) <= (24 if "+" in name else 12)
+
+
+@pytest.mark.parametrize("names", SETS, ids="+".join)
+@pytest.mark.parametrize("level", DEEP)
+def test_no_plan_is_common_among_deep_questions_that_look_alike(level: str, names: tuple[str, ...]):
+    plans: dict[Any, Counter[str]] = {}
+    for task in SUITE.select("train", level):
+        plans.setdefault(kg.cell(task, names), Counter())[json.dumps(task.payload["program"])] += 1
+    asked = sum(of_cell.total() for of_cell in plans.values())
+    assert sum(max(of_cell.values()) for of_cell in plans.values()) <= (0.06 if len(names) == 1 else 0.18) * asked
+
+
+looks = st.fixed_dictionaries(
+    {name: st.integers(0, 3) for name in FEATURES} | {"operators": st.sampled_from([("max",), ("min",), ("count",)])}
+)
+
+
+@settings(deadline=None)
+@given(st.lists(looks, max_size=60), st.floats(0.05, 1), st.floats(0.05, 1), st.integers(0, 4))
+def test_what_is_left_of_the_templates_has_few_looks_for_its_number(
+    seen: list[Any], one: float, two: float, least: int
+):
+    def even(among: list[int]) -> bool:
+        looks = {names: {values(seen[i], names) for i in among} for names in SETS}
+        return all(len(looks[n]) <= (one if len(n) == 1 else two) * len(among) for n in SETS)
+
+    kept = flat(seen, one, two, least)
+    assert even(kept) and kept == sorted(set(kept))
+    counting = [sum(seen[i]["operators"] == ("count",) for i in among) for among in (kept, range(len(seen)))]
+    assert not kept or counting[0] >= min(least, counting[1])
+    assert not even(list(range(len(seen)))) or len(kept) == len(seen)
+
+
+def test_a_glance_sees_types_operators_and_length_and_no_relation():
+    task = task_where("expert", lambda t: [t.payload["program"][0], t.payload["program"][1][0]] == ["count", "above"])
+    program, text, entities = (task.payload[key] for key in ("program", "skeleton", "entities"))
+    seen = glance(program, text, entities, evaluate(program, entities, graph()), graph())
+    assert set(seen) == set(FEATURES)
+    assert (seen["type"], seen["asked"]) == (graph().kind(entities[0]), "number")
+    assert seen["operators"][:2] == ("count", "above")
 
 
 def test_the_page_shows_what_was_measured():

@@ -35,6 +35,7 @@ from springtide.suites.kg.graph import Entities, Graph
 from springtide.suites.kg.programs import Program, Value, evaluate
 from springtide.suites.kg.schema import ATTRIBUTES, COUNTS, RELATIONS, Attribute, plural
 from springtide.suites.kg.shortcuts import shortcut
+from springtide.suites.kg.spread import apart, flat, glance
 
 SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
     "hard": {
@@ -43,15 +44,17 @@ SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "expert": {
         "seen": ("hhehhe", "hhehhc", "hehehh", "hehhhc", "hAeh", "hhhae", "hhAe", "hhhac", "hhGehc", "hhgahc",
-                 "hhGhe", "hghhhc"),
+                 "hhGhe", "hghhhc", "hhhGe", "hhhGc", "hhhehc"),
         "new": ("hehhehc", "hAghc", "hhghhe"),
     },
 }  # fmt: skip
-_TEMPLATES, _NEW_TEMPLATES = 14, 10  # of a shape
-_A_START = 3  # templates of a shape whose first entity is of one type
-_TRAIN, _TEST = (8, 24), (4, 12)  # questions a template must have, and those that are looked for
+_TEMPLATES, _NEW_TEMPLATES = {"hard": 320, "expert": 200}, 10  # of a shape that are looked for
+_A_START, _A_NEW_START = {"hard": 32, "expert": 16}, 3  # with a first entity of one type; twice as many for words
+_TRAIN, _TEST = (2, 4), (1, 3)  # questions a template must have, and those that are looked for
 _TRIES = 40  # for each question looked for
-_DRAWS = 80_000  # of a shape, at most
+_DRAWS = 120_000  # of a shape, at most
+# Of the questions, what a plan for every value of one, of two visible features is right for; templates of a kind left
+_FLAT = {"hard": (0.06, 0.10, 20), "expert": (0.06, 0.13, 30)}
 _LARGEST = 300  # a set that is asked about
 _ASKS = ("What {is_} {x}?", "Find {x}.", "Name {x}.")
 _NEW_ASKS = ("Please tell me {x}.", "I would like to know {x}.")
@@ -90,35 +93,42 @@ def generate_deep(only: Sequence[str] = tuple(SHAPES)) -> dict[str, Any]:
 
 
 def _level(level: str, graph: Graph, names: Names) -> dict[str, list[Row]]:
-    seen: dict[str, list[Template]] = {}
+    return chosen(level, *drawn(level, graph, names), graph)
+
+
+def drawn(level: str, graph: Graph, names: Names) -> tuple[list[Template], dict[str, list[Template]]]:
+    """All templates of a level that were found: those of train and test, and by shape those of `ood` alone."""
+    seen: list[Template] = []
     new: dict[str, list[Template]] = {}
     for shape in (*SHAPES[level]["seen"], *SHAPES[level]["new"]):
         rng = random.Random(f"{level}/{shape}")
         whole = shape in SHAPES[level]["new"]
         starts: Counter[tuple[bool, str]] = Counter()
-        texts: set[str] = set()
+        tried: set[str] = set()
+        room = {False: 0 if whole else _TEMPLATES[level], True: _NEW_TEMPLATES}
         for _ in range(_DRAWS):
-            kept, kept_new = len(seen.get(shape, ())), len(new.get(shape, ()))
-            if (whole or kept == _TEMPLATES) and kept_new == _NEW_TEMPLATES:
+            if not any(room.values()):
                 break
-            drawn = _draw(shape, "test", names, graph, rng)
-            if drawn is None:
+            found = _draw(shape, "test", names, graph, rng)
+            if found is None or found[1].text in tried:
                 continue
-            moves, state = drawn
+            moves, state = found
             fresh = whole or held_out(state.program) or _counts_new(state.program)
             place = (fresh, moves[0][1])
-            most = _A_START if moves[0][1] != "word" else 2 * _A_START
-            full = kept_new == _NEW_TEMPLATES if fresh else kept == _TEMPLATES
-            if full or starts[place] >= most or state.text in texts:
+            most = (_A_NEW_START if fresh else _A_START[level]) * (1 + (moves[0][1] == "word"))
+            if not room[fresh] or starts[place] == most:
+                continue
+            tried.add(state.text)
+            if not _good(state, graph):
                 continue
             pools = {"test": _pool(moves, "test", _TEST, names, graph, rng)}
             if pools["test"] and not fresh:
                 pools["train"] = _pool(moves, "train", _TRAIN, names, graph, rng)
             if all(pools.values()):
                 starts[place] += 1
-                texts.add(state.text)
-                (new if fresh else seen).setdefault(shape, []).append((state, pools))
-    return {split: _rows(level, split, seen, new) for split in SIZES}
+                room[fresh] -= 1
+                (new.setdefault(shape, []) if fresh else seen).append((state, pools))
+    return seen, new
 
 
 def _counts_new(program: Program) -> bool:
@@ -127,32 +137,52 @@ def _counts_new(program: Program) -> bool:
     return own or any(_counts_new(part) for part in program[1:] if isinstance(part, list))
 
 
-def _rows(level: str, split: str, seen: dict[str, list[Template]], new: dict[str, list[Template]]) -> list[Row]:
-    rng = random.Random(f"{level}/{split}")
-    part = "train" if split == "train" else "test"
-    rows: dict[tuple[str, tuple[str, ...]], Row] = {}
-    for _ in range(100 * SIZES[split]):
-        if len(rows) == SIZES[split]:
-            break
-        fresh = split == "ood" and rng.random() < 0.6
-        among = new if fresh else seen
-        state, pools = rng.choice(among[rng.choice(sorted(among))])
-        reworded = split == "ood" and not fresh
-        if state.kind == "number":
-            ask = rng.choice(_NEW_COUNT_ASKS if reworded else _COUNT_ASKS)
-        else:
-            ask = rng.choice(_NEW_ASKS if reworded else _ASKS)
-        text = ask.format(x=state.text, bare=state.text.removeprefix("the "), is_="is" if state.single else "are")
-        entities = rng.choice(pools[part])
-        rows.setdefault((text, entities), (text, state.program, entities))
-    return list(rows.values())
+def chosen(level: str, seen: list[Template], new: dict[str, list[Template]], graph: Graph) -> dict[str, list[Row]]:
+    """The questions of each split. Train and test are spread evenly over their templates."""
+    rng = random.Random(level)
+    seen = apart([(state, state.program, pools) for state, pools in rng.sample(seen, len(seen))], graph)
+    glances = []
+    for state, pools in seen:
+        entities = list(pools["test"][0])
+        glances.append(glance(state.program, state.text, entities, evaluate(state.program, entities, graph), graph))
+    even = [seen[i] for i in flat(glances, *_FLAT[level])]
+    rng.shuffle(even)
+    even = even[: SIZES["train"]]
+    ways = {state.text: rng.sample(range(len(_ASKS)), len(_ASKS)) for state, _ in even}
+    rows: dict[str, list[Row]] = {}
+    for split in ("train", "test"):
+        orders = [rng.sample(pools[split], len(pools[split])) for _, pools in even]
+        rows[split] = [
+            _row(state, order[again], ways[state.text][again % len(_ASKS)], False)
+            for again in range(max(map(len, orders)))
+            for (state, _), order in zip(even, orders, strict=True)
+            if again < len(order)
+        ][: SIZES[split]]
+        rng.shuffle(rows[split])
+    odd: dict[tuple[str, tuple[str, ...]], Row] = {}
+    while len(odd) < SIZES["ood"]:
+        fresh = rng.random() < 0.6
+        state, pools = rng.choice(new[rng.choice(sorted(new))] if fresh else even)
+        row = _row(state, rng.choice(pools["test"]), rng.randrange(len(_ASKS)), not fresh)
+        odd.setdefault((row[0], row[2]), row)
+    return {**rows, "ood": list(odd.values())}
+
+
+def _row(state: _State, entities: tuple[str, ...], way: int, reworded: bool) -> Row:
+    """A question in one of the ways to ask."""
+    asks: tuple[str, ...] = _NEW_ASKS if reworded else _ASKS
+    if state.kind == "number":
+        asks = _NEW_COUNT_ASKS if reworded else _COUNT_ASKS
+    bare = state.text.removeprefix("the ")
+    text = asks[way % len(asks)].format(x=state.text, bare=bare, is_="is" if state.single else "are")
+    return text, state.program, entities
 
 
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
 
 def _draw(shape: str, part: str, names: Names, graph: Graph, rng: random.Random) -> tuple[list[Move], _State] | None:
-    """A random row of moves of a shape with one good question, or None."""
+    """A random row of moves of a shape with one question, or None."""
     moves: list[Move] = [("start", rng.choice(STARTS))]
     state = _apply(None, moves[0], part, names, graph, rng)
     for letter in shape:
@@ -161,7 +191,7 @@ def _draw(shape: str, part: str, names: Names, graph: Graph, rng: random.Random)
         if state is None or move is None:
             return None
         moves.append(move)
-    return (moves, state) if state and _good(state, graph) else None
+    return (moves, state) if state else None
 
 
 def _pool(
