@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,6 +58,20 @@ def make_tiny_model(directory: Path, *, seed: int = 0, hidden: int = 32) -> Path
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return directory
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Of tests that run in several processes, one marked `alone` waits for the others and they for it: it measures."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        return (yield)
+    locks = Path(tempfile.gettempdir()) / f"springtide-tests-{run}"
+    with open(f"{locks}-turn", "w") as turn, open(locks, "w") as running:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # held while one waits to be alone, so that no other starts before it
+        fcntl.flock(running, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -99,6 +99,7 @@ def test_work_that_took_longer_is_an_overrun_and_what_follows_begins_at_its_end(
     assert pace.counts["engine/overran"] == before
 
 
+@pytest.mark.alone
 def test_a_rank_stands_for_its_roles_devices_and_a_calibration_holds_nothing_back() -> None:
     table = {"tensor_parallel": 2, "trainer_devices": 8, "model": "qwen3-8b", "recompute": False}
     tokens, rows = 1000, [600, 400]

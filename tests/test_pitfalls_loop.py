@@ -174,6 +174,7 @@ def _waits(config: Config) -> np.ndarray:
     return np.array(waits)
 
 
+@pytest.mark.alone
 def test_a_tool_that_sleeps_delays_nobody_else_and_the_gate_holds(tiny_model: Path, tmp_path: Path) -> None:
     """The bound is 50 ms, at the median and at the 90th percentile, against the same run without sleep.
 

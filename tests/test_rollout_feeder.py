@@ -99,6 +99,7 @@ def test_an_evaluation_beside_training_brings_no_group_closer_to_its_deadline(
     assert isinstance(next(e for e in events if isinstance(e, (Ready, Dropped))), ends)
 
 
+@pytest.mark.alone
 def test_play_time_goes_on_where_it_stood_and_ends_waits_by_its_own_count() -> None:
     async def run() -> list[float]:
         clock = PlayTime()

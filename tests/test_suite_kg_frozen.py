@@ -30,12 +30,12 @@ FROZEN = {
     ("standard", "train"): "1d68672c8d74937a",
     ("standard", "test"): "c7501129c91754bb",
     ("standard", "ood"): "9f96a2896e7b0d7d",
-    ("hard", "train"): "5e0615b26901300e",
-    ("hard", "test"): "b51cf2cc11af5b2b",
-    ("hard", "ood"): "d5f028039813cef2",
-    ("expert", "train"): "909ee2882a9a1180",
-    ("expert", "test"): "0b2d0be8277095a9",
-    ("expert", "ood"): "60b96730774bf29a",
+    ("hard", "train"): "6b01e39b4c38b5f4",
+    ("hard", "test"): "4de8b37715e45c78",
+    ("hard", "ood"): "665e07791325ef75",
+    ("expert", "train"): "15222b0ce5527b72",
+    ("expert", "test"): "a95173e3b820de96",
+    ("expert", "ood"): "32015c7d482a135c",
 }
 
 

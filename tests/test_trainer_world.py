@@ -296,6 +296,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
 def test_a_rank_that_waits_for_another_sleeps(ranks, tmp_path: Path, sharding: str) -> None:
     """On few cores the others need what a spinning rank would take."""

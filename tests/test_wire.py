@@ -91,6 +91,7 @@ async def _handler(peer: Any, method: str, payload: dict[str, Any]) -> Any:
     return None
 
 
+@pytest.mark.alone
 def test_calls_run_concurrently_and_faults_reach_their_caller(tmp_path: Path) -> None:
     async def run() -> None:
         async with serve(str(tmp_path / "s"), _handler):

@@ -9,12 +9,20 @@ Called by: the driver, through `runtime.local`, with `Rank.call`'s signature.
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 from springtide.runtime.ranks import Rank
 from springtide.wire import ConnectionLost
 
 _ALONE_S = 5.0  # after one rank failed, until the others that have not are taken to wait for it
+
+
+def _cause(error: BaseException | None) -> int:
+    """0 for a death, 2 for what gloo or NCCL says of a connection that another rank closed, else 1."""
+    if isinstance(error, ConnectionLost):
+        return 0
+    return 2 if re.search(r"Connection (closed|reset) by|ncclRemoteError", str(error)) else 1
 
 
 class World:
@@ -38,7 +46,8 @@ class World:
 
     async def call(self, method: str, *, deadline_s: float, **payload: Any) -> Any:
         """Call every rank now; rank 0's answer. Raises: ConnectionLost, DeadlineExceeded, RemoteError, of the first
-        that failed; ConnectionLost before others, for it is a death and they may follow from it."""
+        that failed. ConnectionLost comes before others, for it is a death and they may follow from it; what says only
+        that another rank left the collective comes last."""
         calls = [asyncio.ensure_future(r.call(method, deadline_s=deadline_s, **payload)) for r in self.ranks]
         try:
             done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
@@ -46,8 +55,7 @@ class World:
             if first and pending:
                 await asyncio.wait(pending, timeout=_ALONE_S)
             failed = [*first, *(c for c in calls if c.done() and c not in done and c.exception() is not None)]
-            died = [c for c in failed if isinstance(c.exception(), ConnectionLost)]
-            return (*died, *failed, calls[0])[0].result()
+            return min(failed, key=lambda c: _cause(c.exception()), default=calls[0]).result()
         finally:
             for c in calls:
                 if not c.cancel() and not c.cancelled():

@@ -48,13 +48,13 @@ SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
         "new": ("hehhehc", "hAghc", "hhghhe"),
     },
 }  # fmt: skip
-_TEMPLATES, _NEW_TEMPLATES = {"hard": 320, "expert": 200}, 10  # of a shape that are looked for
-_A_START, _A_NEW_START = {"hard": 32, "expert": 16}, 3  # with a first entity of one type; twice as many for words
+_TEMPLATES, _NEW_TEMPLATES = {"hard": 480, "expert": 400}, 10  # of a shape that are looked for
+_A_START, _A_NEW_START = {"hard": 48, "expert": 32}, 3  # with a first entity of one type; twice as many for words
 _TRAIN, _TEST = (2, 4), (1, 3)  # questions a template must have, and those that are looked for
 _TRIES = 40  # for each question looked for
 _DRAWS = 120_000  # of a shape, at most
 # Of the questions, what a plan for every value of one, of two visible features is right for; templates of a kind left
-_FLAT = {"hard": (0.06, 0.10, 20), "expert": (0.06, 0.13, 30)}
+_FLAT = {"hard": (0.06, 0.088, 20), "expert": (0.06, 0.085, 15)}
 _LARGEST = 300  # a set that is asked about
 _ASKS = ("What {is_} {x}?", "Find {x}.", "Name {x}.")
 _NEW_ASKS = ("Please tell me {x}.", "I would like to know {x}.")
@@ -145,12 +145,13 @@ def chosen(level: str, seen: list[Template], new: dict[str, list[Template]], gra
     for state, pools in seen:
         entities = list(pools["test"][0])
         glances.append(glance(state.program, state.text, entities, evaluate(state.program, entities, graph), graph))
-    even = [seen[i] for i in flat(glances, *_FLAT[level])]
+    even = [seen[i] for i in flat(glances, [repr(state.program) for state, _ in seen], *_FLAT[level])]
     rng.shuffle(even)
     even = even[: SIZES["train"]]
     ways = {state.text: rng.sample(range(len(_ASKS)), len(_ASKS)) for state, _ in even}
     rows: dict[str, list[Row]] = {}
     for split in ("train", "test"):
+        rng.shuffle(even)  # which templates are asked once more in train says nothing about those of test
         orders = [rng.sample(pools[split], len(pools[split])) for _, pools in even]
         rows[split] = [
             _row(state, order[again], ways[state.text][again % len(_ASKS)], False)

@@ -9,7 +9,7 @@ Called by: the writer of `hard` and `expert`, and the benchmark that plays such 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import combinations
@@ -96,19 +96,28 @@ def _frozen(program: Program) -> Any:
     return tuple(_frozen(part) if isinstance(part, list) else part for part in program)
 
 
-def flat(seen: Sequence[Glance], one: float, two: float, least: int) -> list[int]:
-    """Places of the templates that are left once, for every feature and every two, its values number at most `one` and
-    `two` of them: the share of questions, evenly spread over templates, that one program a value can be right for.
+def flat(seen: Sequence[Glance], programs: Sequence[str], one: float, two: float, least: int) -> list[int]:
+    """Places of the templates that are left once, for every feature (and every two), at most the share `one` (`two`)
+    of them is right for whoever plays one program for each of its values.
+
     Those that look like the fewest others go first, a hundredth at a time, but for the last `least` of a kind (which
-    operators, whichever way they point). None are left if that cannot be."""
+    operators, whichever way they point). None are left if that cannot be.
+    """
     kept = list(range(len(seen)))
     kinds = [tuple(sorted(_DIRECTION.get(name, name) for name in look["operators"])) for look in seen]
     while kept:
-        cells = {names: Counter(values(seen[i], names) for i in kept) for names in SETS}
-        over = [n for n in SETS if len(cells[n]) > (one if len(n) == 1 else two) * len(kept)]
-        if not over:
+        alone: defaultdict[int, float] = defaultdict(float)
+        for names in SETS:
+            cells: dict[Any, Counter[str]] = {}
+            for i in kept:
+                cells.setdefault(values(seen[i], names), Counter())[programs[i]] += 1
+            best = {cell: max(found.values()) for cell, found in cells.items()}
+            if sum(best.values()) > (one if len(names) == 1 else two) * len(kept):
+                for i in kept:
+                    cell = values(seen[i], names)
+                    alone[i] += best[cell] / cells[cell].total()
+        if not alone:
             break
-        alone = {i: sum(1 / cells[names][values(seen[i], names)] for names in over) for i in kept}
         left = Counter(kinds[i] for i in kept)
         gone: set[int] = set()
         for i in sorted(kept, key=lambda i: -alone[i]):
