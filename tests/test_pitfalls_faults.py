@@ -28,7 +28,8 @@ from springtide.rollout.episode import EpisodeSpec
 from springtide.rollout.feeder import BrokenRun, Feeder, InvalidAction, Versions
 from springtide.rollout.pool import play_once
 from springtide.rollout.worker import Worker
-from springtide.schedule.readiness import Abort, Action, Admit, Readiness
+from springtide.schedule.events import Abort, Action, Admit
+from springtide.schedule.readiness import Readiness
 from springtide.schedule.sampling import UniformSampler
 from springtide.trace import Group, TaskRef
 from springtide.trainer import driver

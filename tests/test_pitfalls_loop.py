@@ -13,8 +13,10 @@ from tests.run_support import TESTS, records, run_config
 
 import springtide
 from springtide.config import Config
-from springtide.schedule.policies import Bounds, make_policy
-from springtide.schedule.readiness import Readiness, event_from_json, event_to_json
+from springtide.schedule.events import event_from_json, event_to_json
+from springtide.schedule.policy import Bounds
+from springtide.schedule.readiness import Readiness
+from springtide.schedule.simple import make_policy
 from springtide.trace import Group, Trajectory, make_version, version_step
 
 

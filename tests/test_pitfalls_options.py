@@ -31,9 +31,11 @@ from springtide.process import ProcessFailed
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary, play
 from springtide.rollout.feeder import Feeder, Versions
 from springtide.runtime.ranks import Pool
-from springtide.schedule.policies import Bounds, make_policy
-from springtide.schedule.readiness import Dropped, Readiness, event_from_json
+from springtide.schedule.events import Dropped, event_from_json
+from springtide.schedule.policy import Bounds
+from springtide.schedule.readiness import Readiness
 from springtide.schedule.sampling import UniformSampler
+from springtide.schedule.simple import make_policy
 from springtide.trace import Group, TaskRef, Trajectory
 from springtide.trainer.rank import Rank
 

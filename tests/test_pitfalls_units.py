@@ -21,8 +21,10 @@ from springtide.observe.metrics import Metrics
 from springtide.rollout.episode import EpisodeSpec, play, summarise
 from springtide.rollout.evaluate import evaluate, pass_at_k
 from springtide.rollout.feeder import Counts
-from springtide.schedule.policies import Bounds, make_policy
-from springtide.schedule.readiness import Admitted, Readiness, Ready, StepEnded, StepStarted
+from springtide.schedule.events import Admitted, Ready, StepEnded, StepStarted
+from springtide.schedule.policy import Bounds
+from springtide.schedule.readiness import Readiness
+from springtide.schedule.simple import make_policy
 from springtide.trace import Group
 from springtide.trainer.data import load_step
 from springtide.wire import ConnectionLost, DeadlineExceeded

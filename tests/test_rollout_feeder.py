@@ -18,9 +18,11 @@ from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
 from springtide.rollout.evaluate import evaluate
 from springtide.rollout.feeder import BrokenRun, Feeder, Versions
 from springtide.rollout.playtime import PlayTime
-from springtide.schedule.policies import Bounds, make_policy
-from springtide.schedule.readiness import Dropped, Evaluation, Readiness, Ready
+from springtide.schedule.events import Dropped, Evaluation, Ready
+from springtide.schedule.policy import Bounds
+from springtide.schedule.readiness import Readiness
 from springtide.schedule.sampling import UniformSampler
+from springtide.schedule.simple import make_policy
 from springtide.trace import TaskRef
 from springtide.wire import DeadlineExceeded
 

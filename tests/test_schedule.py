@@ -10,22 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from springtide.schedule.policies import Batch, Bounds, Policy, Wait, choose_batch, make_policy
-from springtide.schedule.readiness import (
+from springtide.schedule.events import (
     Abort,
     Admit,
     Admitted,
     Dropped,
     Event,
-    InvalidEvent,
-    Readiness,
     Ready,
     StepEnded,
     StepStarted,
     event_from_json,
     event_to_json,
-)  # fmt: skip
+)
+from springtide.schedule.policy import Batch, Bounds, Policy, Wait, choose_batch
+from springtide.schedule.readiness import InvalidEvent, Readiness
 from springtide.schedule.sampling import UniformSampler
+from springtide.schedule.simple import make_policy
 from springtide.trace import TaskRef
 
 WEIGHTS = {"db": 2.0, "kg": 1.0, "household": 1.0}
@@ -56,7 +56,7 @@ class Play:
                 else:
                     self.apply(Admitted(self.t, self.visit, action.suite, self.state.step))
                     self.visit += 1
-            self.most_pending = max(self.most_pending, len(self.state.groups) + len(self.state.training))
+            self.most_pending = max(self.most_pending, self.state.pending)
             self.most_in_flight = max(self.most_in_flight, len(self.state.in_flight()))
 
     def turn(self) -> None:
@@ -71,7 +71,7 @@ class Play:
             if self.random.random() < 0.5:
                 self.apply(StepEnded(self.t, self.state.step + 1))
         elif isinstance(choice := choose_batch(self.state, self.bounds), Batch):
-            self.staleness += [self.state.staleness(self.state.groups[v]) for v in choice.visits]
+            self.staleness += [self.state.staleness(self.state.buffer[v]) for v in choice.visits]
             assert len(choice.visits) >= self.bounds.groups
             self.apply(StepStarted(self.t, choice.visits))
         self.decide()
@@ -168,7 +168,7 @@ def test_under_drop_a_group_that_became_ready_too_late_is_never_trained() -> Non
         if step == 1:
             state.apply(Ready(2, 0))  # at the bound while this step runs, past it when it ends
         state.apply(StepEnded(3, step + 1))
-    assert state.staleness(state.groups[0]) == 2
+    assert state.staleness(state.buffer[0]) == 2
     assert isinstance(choose_batch(state, bounds), Wait)
     state.apply(Admitted(3, 3, "db", 2))
     state.apply(Ready(4, 3))
@@ -231,6 +231,6 @@ def test_what_a_rollback_made_ready_is_not_trained_in_one_giant_step() -> None:
         choice = choose_batch(state, bounds)
         assert isinstance(choice, Batch)
         assert len(choice.visits) == 4
-        assert all(state.staleness(state.groups[v]) <= bounds.bound for v in choice.visits)
+        assert all(state.staleness(state.buffer[v]) <= bounds.bound for v in choice.visits)
         state.apply(StepStarted(2, choice.visits))
         state.apply(StepEnded(3, state.step + 1))

@@ -25,8 +25,9 @@ from springtide.process import CONTROL_S, task_group
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
 from springtide.rollout.playtime import PlayTime
 from springtide.rollout.pool import RolloutWorker, WorkerPool
-from springtide.schedule.policies import Policy
-from springtide.schedule.readiness import Abort, Admit, Admitted, Dropped, Evaluation, Event, Readiness, Ready
+from springtide.schedule.events import Abort, Action, Admit, Admitted, Dropped, Evaluation, Event, Ready
+from springtide.schedule.policy import Policy
+from springtide.schedule.readiness import Readiness
 from springtide.schedule.sampling import UniformSampler
 from springtide.trace import TaskRef, version_step
 from springtide.wire import ConnectionLost, DeadlineExceeded, RemoteError
@@ -91,7 +92,7 @@ class Feeder:
         pool: WorkerPool,
         versions: Versions,
         directory: Path,
-        record: Callable[[Event | Admit | Abort], None],
+        record: Callable[[Event | Action], None],
         note: Callable[[str], None],
     ) -> None:
         self._config, self._ledger, self._state, self._policy = config, ledger, state, policy
@@ -153,7 +154,7 @@ class Feeder:
     async def end(self, cause: str) -> None:
         """Drop all that is pending, with `cause`: the run is over and every drawn member must have its end."""
         groups = list(self._groups.values())
-        for visit in list(self._state.groups):
+        for visit in (*self._state.playing, *self._state.buffer):
             self._drop(visit, cause)
         await asyncio.gather(*groups, return_exceptions=True)
 
@@ -177,7 +178,7 @@ class Feeder:
                 self._record(action)
                 if isinstance(action, Abort):
                     self._drop(action.visit, action.cause)
-                else:
+                elif isinstance(action, Admit):
                     admitted.append(self._draw(action.suite))
             if len(refused) == len(actions):
                 break  # asked again now, it would only repeat itself
@@ -187,7 +188,7 @@ class Feeder:
                 visits, members = tuple(visit for visit, _ in admitted), self._config.rollout.group.n
                 await worker.call("expect", deadline_s=CONTROL_S, purpose="train", visits=visits, members=members)
         for visit, task in admitted:
-            if visit not in self._state.groups:
+            if visit not in self._state.playing:
                 continue  # the run ended meanwhile
             self._groups[visit] = tasks.create_task(self._group(visit, task), name=f"group {visit}")
 

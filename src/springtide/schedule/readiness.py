@@ -1,121 +1,159 @@
 """What is ready: the one state that every scheduling decision reads.
 
-Owns: groups in flight and ready, what was consumed, the step being trained. Pure: events in (each carries its clock),
-no I/O, no torch. `apply` is the only way to change it, so a recorded `events.jsonl` replayed through it gives the
-same state, and a policy the same actions.
+Owns: episodes, ranks, groups in flight and ready, what was consumed, the step being trained, and smoothed measures of
+all of them. Pure: events in (each carries its clock), no I/O, no torch. `apply` is the only way to change it, so a
+recorded `events.jsonl` replayed through it gives the same state, and a policy the same actions. Every event costs the
+same however much is alive: counts are kept, never summed again.
 Called by: the driver (live) and the simulator; policies in this package read it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Literal
 
+from springtide.schedule.events import (
+    Abort,
+    Action,
+    Admit,
+    Admitted,
+    Began,
+    ChoosePipeline,
+    Dropped,
+    Evaluation,
+    Event,
+    Fed,
+    Finished,
+    Measured,
+    Pause,
+    Paused,
+    Placed,
+    RankJoined,
+    RankLeft,
+    Ready,
+    Resume,
+    Resumed,
+    Returned,
+    Role,
+    RoleChanged,
+    Route,
+    SetFetch,
+    StepEnded,
+    StepStarted,
+    SwitchRole,
+    Sync,
+    TurnEnded,
+    Updated,
+)
 
-@dataclass(frozen=True, slots=True)
-class Began:
-    """A driver started or resumed the run: nothing is pending, and this is where it stands. The first event of each."""
-
-    t: float
-    step: int
-    mixture: dict[str, float]
-    consumed: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """A group was drawn and its episodes start. `birth` is the optimiser step of the newest weights then."""
-
-    t: float
-    visit: int
-    suite: str
-    birth: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """A group is complete, durable, and worth a step."""
-
-    t: float
-    visit: int
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A group ended without being trained."""
-
-    t: float
-    visit: int
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class StepStarted:
-    """The trainer took `visits` and works on them."""
-
-    t: float
-    visits: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StepEnded:
-    """The weights of optimiser step `step` are published to every engine."""
-
-    t: float
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """An evaluation began or ended."""
-
-    t: float
-    running: bool
-
-
-Event = Began | Admitted | Ready | Dropped | StepStarted | StepEnded | Evaluation
-_EVENTS: dict[str, type] = {
-    c.__name__: c for c in (Began, Admitted, Ready, Dropped, StepStarted, StepEnded, Evaluation)
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Admit:
-    """Draw a task of `suite` and start its group."""
-
-    suite: str
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Give up a group in flight; `cause` is counted."""
-
-    visit: int
-    cause: str
-
-
-Action = Admit | Abort
-
-
-@dataclass(frozen=True, slots=True)
-class GroupState:
-    """A group that is in flight or ready."""
-
-    visit: int
-    suite: str
-    birth: int
-    since: float
-    state: Literal["in_flight", "ready"]
+Key = tuple[int, int]  # visit, member
+SMOOTHING = 0.3  # weight of the newest value in every smoothed measure (tiderl_async 1.8.4)
 
 
 class InvalidEvent(Exception):
     """An event that contradicts the state: an unknown visit, a visit twice, a step that falls."""
 
 
+class Episode:
+    """One running attempt of a member. phase: `waiting` for a rank, `decoding`, `acting`, or `returned` (its tool
+    answered while it was parked). context: tokens so far. rank: where it is, or was last; None before its first
+    placement and after that rank died. since: when its phase began. parked: it stays out of the engine from its next
+    tool boundary on."""
+
+    __slots__ = ("context", "group", "member", "parked", "phase", "rank", "since", "turns", "visit")
+
+    def __init__(self, group: GroupState, member: int, t: float) -> None:
+        self.group, self.visit, self.member = group, group.visit, member
+        self.phase: Literal["waiting", "decoding", "acting", "returned"] = "waiting"
+        self.parked = False
+        self.rank: str | None = None
+        self.context = self.turns = 0
+        self.since = t
+
+    @property
+    def key(self) -> Key:
+        return self.visit, self.member
+
+
+class GroupState:
+    """A group that is in flight or ready. since: when that began. played: members that are done; episodes: the others,
+    by member. tokens: of a ready group."""
+
+    __slots__ = ("birth", "episodes", "evaluation", "members", "played", "since", "state", "suite", "tokens", "visit")
+
+    def __init__(self, visit: int, suite: str, birth: int, since: float, members: int, evaluation: bool) -> None:
+        self.visit, self.suite, self.birth, self.since = visit, suite, birth, since
+        self.members, self.evaluation = members, evaluation
+        self.state: Literal["in_flight", "ready"] = "in_flight"
+        self.played = self.tokens = 0
+        self.episodes: dict[int, Episode] = {}
+
+
+class RankState:
+    """A rank. decoding, acting: its episodes by key, those parked at a tool boundary left out; the tokens of each.
+    origin: the role it joined with; a trainer that plays is lent. waiting_s: of this step, without an episode."""
+
+    __slots__ = (
+        "acting", "acting_tokens", "budget", "decoding", "decoding_tokens", "idle_since", "lendable", "name", "origin",
+        "role", "waiting_s",
+    )  # fmt: skip
+
+    def __init__(self, joined: RankJoined) -> None:
+        self.name, self.budget, self.lendable = joined.rank, joined.budget, joined.lendable
+        self.role: Role = joined.role
+        self.origin: Role = joined.role
+        self.decoding: dict[Key, Episode] = {}
+        self.acting: dict[Key, Episode] = {}
+        self.decoding_tokens = self.acting_tokens = 0
+        self.idle_since: float | None = joined.t
+        self.waiting_s = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Of all its episodes that are not parked."""
+        return self.decoding_tokens + self.acting_tokens
+
+    @property
+    def live(self) -> int:
+        return len(self.decoding) + len(self.acting)
+
+    def waited(self, now: float) -> float:
+        """Seconds of this step, until `now`, in which it had no episode."""
+        return self.waiting_s + (now - self.idle_since if self.idle_since is not None else 0.0)
+
+
+class Smoothed:
+    """An exponentially weighted mean; None before its first value."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+
+    def add(self, value: float) -> None:
+        self.value = value if self.value is None else self.value + SMOOTHING * (value - self.value)
+
+
+class SuiteStats:
+    """Smoothed tokens of a suite's episodes: context when their first turn ends, growth a turn, context at the end."""
+
+    __slots__ = ("final", "first", "growth")
+
+    def __init__(self) -> None:
+        self.first, self.growth, self.final = Smoothed(), Smoothed(), Smoothed()
+
+
 class Readiness:
-    """The state. `weights` is the configured task mixture (suite -> relative share of consumed groups)."""
+    """The state. `weights` is the configured task mixture (suite -> relative share of consumed groups).
+
+    playing, buffer: groups in flight, and ready in the order in which they became so; evaluations: those played for an
+    evaluation. waiting, parked: episodes without a rank, and those asked to stay out of the engine, in order.
+    training: suites of the groups that the trainer holds; still: how many more a streaming step takes.
+    edge: an update is done and not yet published. ready_at_start: groups that were ready when the last step started
+    (RAS); gap_s: smoothed seconds between two that become ready (TPRM); step_s, train_wait_s, rollout_wait_s: smoothed
+    seconds of a step, of the trainer without data in it (TWT), of a rollout rank without an episode in it (RWT).
+    """
 
     def __init__(
         self, weights: Mapping[str, float], *, step: int = 0, consumed: Mapping[str, int] | None = None
@@ -124,72 +162,197 @@ class Readiness:
         self.mixture = {suite: weight / total for suite, weight in weights.items()}
         self.step = step
         self.now = 0.0
-        self.groups: dict[int, GroupState] = {}
+        self.playing: dict[int, GroupState] = {}
+        self.buffer: dict[int, GroupState] = {}
+        self.evaluations: dict[int, GroupState] = {}
+        self.births: Counter[int] = Counter()  # of the groups in flight
+        self.ranks: dict[str, RankState] = {}
+        self.waiting: dict[Key, Episode] = {}
+        self.parked: dict[Key, Episode] = {}
         self.consumed: Counter[str] = Counter(consumed or {})
-        self.training: tuple[str, ...] = ()  # suites of the groups the trainer holds
-        self.step_running = False
-        self.evaluating = False
+        self._held: Counter[str] = Counter(self.consumed)  # consumed, being trained, or pending
+        self._total = self._held.total()
+        self.training: tuple[str, ...] = ()
+        self.training_births: tuple[int, ...] = ()
+        self.still = 0
+        self.step_running = self.edge = self.evaluating = False
+        self.costs: dict[str, Smoothed] = {}
+        self.suites = {suite: SuiteStats() for suite in self.mixture}
+        self.ready_at_start = 0
+        self.gap_s, self.step_s, self.train_wait_s, self.rollout_wait_s = (Smoothed() for _ in range(4))
+        self._last_ready: float | None = None
+        self._step_from = 0.0  # when the last step ended
+        self._train_waited = 0.0
+
+    # --- events -------------------------------------------------------------------------------------------------------
 
     def apply(self, event: Event) -> None:
         """Advance by one event. Raises: InvalidEvent, with the state unchanged."""
+        # Clocks of different processes may jump back a little; the state's never does.
+        now = max(self.now, event.t)
         match event:
-            case Began(_, step, mixture, consumed):
-                self.step, self.mixture, self.consumed = step, dict(mixture), Counter(consumed)
-                self.groups, self.training = {}, ()
-                self.step_running = self.evaluating = False
-            case Admitted(t, visit, suite, birth):
-                if visit in self.groups:
-                    raise InvalidEvent(f"visit {visit} was admitted twice")
-                if suite not in self.mixture:
-                    raise InvalidEvent(f"visit {visit} is of suite {suite!r}, which is not in the mixture")
-                self.groups[visit] = GroupState(visit, suite, birth, t, "in_flight")
-            case Ready(t, visit):
+            case TurnEnded(_, visit, member, context):
+                episode = self._episode(visit, member, "decoding")
+                self._leave(episode)
+                stats = self.suites.get(episode.group.suite)
+                if stats is not None:
+                    (stats.growth if episode.turns else stats.first).add(
+                        context - episode.context if episode.turns else context
+                    )
+                episode.turns += 1
+                self._enter(episode, "acting", context, now)
+            case Returned(_, visit, member, context):
+                episode = self._episode(visit, member, "acting")
+                self._leave(episode)
+                if episode.parked or episode.rank is None:
+                    episode.phase, episode.context, episode.since = "returned", context, now
+                    if not episode.parked:  # its rank is gone
+                        self._wait(episode, now)
+                else:
+                    self._enter(episode, "decoding", context, now)
+            case Placed(_, visit, member, rank, context):
+                episode = self._episode(visit, member, "waiting")
+                self._playing_rank(rank)
+                del self.waiting[episode.key]
+                episode.rank = rank
+                self._enter(episode, "decoding", context, now)
+            case Finished(_, visit, member, played):
+                self._finished(self._episode(visit, member), played, now)
+            case Paused(_, visit, member):
+                episode = self._episode(visit, member, "decoding", "acting")
+                if episode.parked:
+                    raise InvalidEvent(f"member {member} of visit {visit} is parked already")
+                if episode.phase == "acting":
+                    self._leave(episode)
+                episode.parked = True
+                self.parked[episode.key] = episode
+                self._rest(episode.rank, now)
+            case Resumed(_, visit, member, rank):
+                episode = self._episode(visit, member)
+                if not episode.parked:
+                    raise InvalidEvent(f"member {member} of visit {visit} is not parked")
+                self._playing_rank(rank)
+                self._resumed(episode, rank, now)
+            case Admitted(_, visit, suite, birth, members, evaluation):
+                self._admitted(visit, suite, birth, members, evaluation, now)
+            case Ready(_, visit, tokens):
                 group = self._group(visit)
                 if group.state == "ready":
                     raise InvalidEvent(f"visit {visit} became ready twice")
-                self.groups[visit] = GroupState(visit, group.suite, group.birth, t, "ready")
+                if group.evaluation:
+                    raise InvalidEvent(f"visit {visit} is an evaluation's, which is never trained")
+                self._gone(group, now)
+                group.state, group.since, group.tokens = "ready", now, tokens
+                self.buffer[visit] = group
+                if self._last_ready is not None:
+                    self.gap_s.add(now - self._last_ready)
+                self._last_ready = now
             case Dropped(_, visit, _):
-                self._group(visit)
-                del self.groups[visit]
-            case StepStarted(_, visits):
-                for visit in visits:
-                    if self._group(visit).state != "ready":
-                        raise InvalidEvent(f"visit {visit} is not ready, so it cannot be trained")
-                if self.step_running:
-                    raise InvalidEvent("a step started while another runs")
-                self.training = tuple(self.groups.pop(visit).suite for visit in visits)
-                self.step_running = True
+                group = self._group(visit)
+                self._gone(group, now)
+                self.buffer.pop(visit, None)
+                if not group.evaluation:
+                    self._held[group.suite] -= 1
+                    self._total -= 1
+            case StepStarted(_, visits, more):
+                self._step_started(visits, more, now)
+            case Fed(_, visit):
+                if visit not in self.buffer:
+                    raise InvalidEvent(f"visit {visit} is not ready, so it cannot be trained")
+                if self.still == 0:
+                    raise InvalidEvent(f"no step takes visit {visit}")
+                self.still -= 1
+                self._take((self.buffer[visit],))
+            case Updated():
+                if not self.step_running or self.still:
+                    raise InvalidEvent("an update ended that was not under way, or before it had all its groups")
+                self.edge = True
             case StepEnded(_, step):
-                if step < self.step:
-                    raise InvalidEvent(f"the step fell from {self.step} to {step}")
-                self.step = step
-                self.consumed.update(self.training)
-                self.training = ()
-                self.step_running = False
+                self._step_ended(step, now)
+            case RoleChanged(_, rank, role):
+                state = self._rank(rank)
+                self._strand(state, now)
+                state.role = role
+                state.waiting_s, state.idle_since = 0.0, now
+            case RankJoined(_, rank, _, _, _):
+                if rank in self.ranks:
+                    raise InvalidEvent(f"rank {rank} joined twice")
+                self.ranks[rank] = RankState(event)
+            case RankLeft(_, rank):
+                self._strand(self._rank(rank), now)
+                del self.ranks[rank]
+            case Measured(_, what, value):
+                if not 0 <= value < float("inf"):
+                    raise InvalidEvent(f"{what} was measured as {value}")
+                self.costs.setdefault(what, Smoothed()).add(value)
             case Evaluation(_, running):
                 self.evaluating = running
-        # Clocks of different processes may jump back a little; the state's never does.
-        self.now = max(self.now, event.t)
+            case Began(_, step, mixture, taken):
+                self.__init__(mixture, step=step, consumed=taken)  # type: ignore[misc]
+                self._step_from = now
+        self.now = max(now, self.now)
 
     def invalid(self, action: Action) -> str | None:
         """Why `action` cannot be carried out now, or None."""
         match action:
             case Admit(suite) if suite not in self.mixture:
                 return f"{suite!r} is not in the mixture ({', '.join(self.mixture)})"
-            case Abort(visit) if visit not in self.groups:
+            case Abort(visit) if not any(visit in held for held in (self.playing, self.buffer, self.evaluations)):
                 return f"visit {visit} is neither in flight nor ready"
+            case Route(visit, member, rank):
+                return self._cannot_play(rank) or (
+                    None if (visit, member) in self.waiting else f"member {member} of visit {visit} does not wait"
+                )
+            case Resume(visit, member, rank):
+                return self._cannot_play(rank) or (
+                    None if (visit, member) in self.parked else f"member {member} of visit {visit} is not parked"
+                )
+            case Pause(visit, member):
+                episode = self.episode(visit, member)
+                if episode is None or episode.parked or episode.phase not in ("decoding", "acting"):
+                    return f"member {member} of visit {visit} neither decodes nor acts"
+            case SwitchRole(rank, role):
+                return self._cannot_switch(rank, role)
+            case SetFetch(groups) if groups < 1:
+                return f"a step of {groups} groups"
+            case Sync() if not self.edge:
+                return "no update is done that was not published"
+            case ChoosePipeline() if self.step_running and not self.edge:
+                return "a step is under way"
         return None
 
+    # --- what policies ask --------------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> int:
+        """Groups that were drawn to be trained and are not yet: in flight, ready, or in the step under way."""
+        return len(self.playing) + len(self.buffer) + len(self.training)
+
+    def group(self, visit: int) -> GroupState | None:
+        return self.playing.get(visit) or self.buffer.get(visit) or self.evaluations.get(visit)
+
+    def episode(self, visit: int, member: int) -> Episode | None:
+        group = self.playing.get(visit) or self.evaluations.get(visit)
+        return group.episodes.get(member) if group is not None else None
+
+    def rollout_ranks(self) -> Iterable[RankState]:
+        return (rank for rank in self.ranks.values() if rank.role == "rollout")
+
     def in_flight(self) -> list[GroupState]:
-        return [g for g in self.groups.values() if g.state == "in_flight"]
+        return list(self.playing.values())
 
     def ready(self) -> list[GroupState]:
         """Ready groups, in the order in which they became ready."""
-        return sorted((g for g in self.groups.values() if g.state == "ready"), key=lambda g: (g.since, g.visit))
+        return list(self.buffer.values())
 
     def staleness(self, group: GroupState) -> int:
         """Steps the group lags behind the weights being trained; floored at 0 (after a rollback)."""
         return max(0, self.step - group.birth)
+
+    def cost(self, what: str, default: float) -> float:
+        """The smoothed measure of that name, or `default` before its first value."""
+        smoothed = self.costs.get(what)
+        return default if smoothed is None or smoothed.value is None else smoothed.value
 
     def next_suite(self) -> str:
         """The suite furthest below its share, counting what was consumed, is being trained, and is pending.
@@ -197,25 +360,204 @@ class Readiness:
         Groups that end untrained leave the count, so the consumed mixture follows the configured one even when suites
         differ in speed or in how many of their groups are dropped (prime-rl#2072).
         """
-        held = Counter(self.consumed)
-        held.update(self.training)
-        held.update(g.suite for g in self.groups.values())
-        total = sum(held.values()) + 1
-        return max(self.mixture, key=lambda suite: self.mixture[suite] * total - held[suite])
+        total = self._total + 1
+        return max(self.mixture, key=lambda suite: self.mixture[suite] * total - self._held[suite])
+
+    # --- helpers ------------------------------------------------------------------------------------------------------
 
     def _group(self, visit: int) -> GroupState:
+        group = self.group(visit)
+        if group is None:
+            raise InvalidEvent(f"visit {visit} is not pending")
+        return group
+
+    def _rank(self, name: str) -> RankState:
         try:
-            return self.groups[visit]
+            return self.ranks[name]
         except KeyError:
-            raise InvalidEvent(f"visit {visit} is not pending") from None
+            raise InvalidEvent(f"there is no rank {name}") from None
 
+    def _playing_rank(self, name: str) -> RankState:
+        rank = self._rank(name)
+        if rank.role != "rollout":
+            raise InvalidEvent(f"rank {name} is a {rank.role}; no episode runs there")
+        return rank
 
-def event_to_json(event: Event | Action) -> dict[str, Any]:
-    """A plain form for `events.jsonl`."""
-    return {"kind": type(event).__name__, **asdict(event)}
+    def _cannot_play(self, name: str) -> str | None:
+        rank = self.ranks.get(name)
+        if rank is None:
+            return f"there is no rank {name}"
+        return None if rank.role == "rollout" else f"rank {name} is a {rank.role}; no episode runs there"
 
+    def _cannot_switch(self, name: str, role: Role) -> str | None:
+        rank = self.ranks.get(name)
+        if rank is None:
+            return f"there is no rank {name}"
+        back = rank.origin == role == "trainer" and not self.step_running  # a lent rank may go home between steps
+        if not self.edge and not back:
+            return "roles change only between an update and its publication"
+        if self.evaluating and rank.role == "rollout":
+            return "an evaluation is pinned to its weights"
+        if rank.role == role:
+            return f"rank {name} is a {role} already"
+        if rank.origin == "trainer" and (not rank.lendable or role == "reference"):
+            return f"trainer rank {name} may {'only play' if rank.lendable else 'not be lent'}"
+        if rank.origin != "trainer" and role == "trainer":
+            return f"rank {name} is not of the trainer's world"
+        if rank.role == "rollout" and not back and sum(1 for _ in self.rollout_ranks()) == 1:
+            return f"rank {name} is the only one that plays"
+        return None
 
-def event_from_json(data: dict[str, Any]) -> Event:
-    """The inverse of `event_to_json`, for events."""
-    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "kind"}
-    return _EVENTS[data["kind"]](**fields)
+    def _episode(self, visit: int, member: int, *phases: str) -> Episode:
+        episode = self.episode(visit, member)
+        if episode is None:
+            raise InvalidEvent(f"member {member} of visit {visit} is not in flight")
+        if phases and episode.phase not in phases:
+            raise InvalidEvent(f"member {member} of visit {visit} is {episode.phase}, not {' or '.join(phases)}")
+        return episode
+
+    def _enter(self, episode: Episode, phase: Literal["decoding", "acting"], context: int, now: float) -> None:
+        """Of an episode that `_leave` took out of its rank's counts."""
+        episode.phase, episode.context, episode.since = phase, context, now
+        rank = self.ranks.get(episode.rank) if episode.rank is not None else None
+        if rank is None:
+            return
+        if phase == "decoding":
+            rank.decoding[episode.key] = episode
+            rank.decoding_tokens += context
+        elif not episode.parked:
+            rank.acting[episode.key] = episode
+            rank.acting_tokens += context
+        self._rest(rank.name, now)
+
+    def _leave(self, episode: Episode) -> None:
+        rank = self.ranks.get(episode.rank) if episode.rank is not None else None
+        if rank is None:
+            return
+        if rank.decoding.pop(episode.key, None) is not None:
+            rank.decoding_tokens -= episode.context
+        elif rank.acting.pop(episode.key, None) is not None:
+            rank.acting_tokens -= episode.context
+
+    def _rest(self, name: str | None, now: float) -> None:
+        """Note whether the rank has anything to do."""
+        rank = self.ranks.get(name) if name is not None else None
+        if rank is None:
+            return
+        if rank.live:
+            if rank.idle_since is not None:
+                rank.waiting_s += now - rank.idle_since
+                rank.idle_since = None
+        elif rank.idle_since is None:
+            rank.idle_since = now
+
+    def _wait(self, episode: Episode, now: float) -> None:
+        episode.phase, episode.since = "waiting", now
+        self.waiting[episode.key] = episode
+
+    def _admitted(self, visit: int, suite: str, birth: int, members: int, evaluation: bool, now: float) -> None:
+        if self.group(visit) is not None:
+            raise InvalidEvent(f"visit {visit} was admitted twice")
+        if suite not in self.mixture and not evaluation:
+            raise InvalidEvent(f"visit {visit} is of suite {suite!r}, which is not in the mixture")
+        group = GroupState(visit, suite, birth, now, members, evaluation)
+        for member in range(members):
+            group.episodes[member] = episode = Episode(group, member, now)
+            self.waiting[episode.key] = episode
+        if evaluation:
+            self.evaluations[visit] = group
+            return
+        self.playing[visit] = group
+        self.births[birth] += 1
+        self._held[suite] += 1
+        self._total += 1
+
+    def _gone(self, group: GroupState, now: float) -> None:
+        """Out of flight, with all its episodes."""
+        for episode in group.episodes.values():
+            self._forget(episode, now)
+        group.episodes.clear()
+        if self.playing.pop(group.visit, None) is not None:
+            self.births[group.birth] -= 1
+            if not self.births[group.birth]:
+                del self.births[group.birth]
+        self.evaluations.pop(group.visit, None)
+
+    def _forget(self, episode: Episode, now: float) -> None:
+        self._leave(episode)
+        self.waiting.pop(episode.key, None)
+        self.parked.pop(episode.key, None)
+        self._rest(episode.rank, now)
+
+    def _finished(self, episode: Episode, played: bool, now: float) -> None:
+        self._forget(episode, now)
+        group = episode.group
+        if played:
+            del group.episodes[episode.member]
+            group.played += 1
+            if group.suite in self.suites:
+                self.suites[group.suite].final.add(episode.context)
+        else:
+            group.episodes[episode.member] = again = Episode(group, episode.member, now)
+            self.waiting[again.key] = again
+
+    def _resumed(self, episode: Episode, rank: str, now: float) -> None:
+        del self.parked[episode.key]
+        if episode.phase == "decoding":  # it was to be parked, and its turn has not ended
+            episode.parked = False
+            return
+        self._leave(episode)
+        episode.parked, episode.rank = False, rank
+        self._enter(episode, "acting" if episode.phase == "acting" else "decoding", episode.context, now)
+
+    def _strand(self, rank: RankState, now: float) -> None:
+        """The rank no longer plays: what decoded waits for another, what acts will when its tool has answered."""
+        for episode in (*rank.decoding.values(), *rank.acting.values()):
+            self._leave(episode)
+            episode.rank = None
+            if episode.phase == "decoding":
+                self.parked.pop(episode.key, None)
+                episode.parked = False
+                self._wait(episode, now)
+        for episode in self.parked.values():
+            if episode.rank == rank.name:
+                episode.rank = None
+        self._rest(rank.name, now)
+
+    def _step_started(self, visits: tuple[int, ...], more: int, now: float) -> None:
+        for visit in visits:
+            if self._group(visit).state != "ready":
+                raise InvalidEvent(f"visit {visit} is not ready, so it cannot be trained")
+        if self.step_running:
+            raise InvalidEvent("a step started while another runs")
+        self.ready_at_start = len(self.buffer)
+        self.training, self.training_births = (), ()
+        self._take(tuple(self.buffer[visit] for visit in visits))
+        self.still = more
+        self.step_running = True
+        self._train_waited = now - self._step_from
+
+    def _take(self, groups: Iterable[GroupState]) -> None:
+        for group in groups:
+            del self.buffer[group.visit]
+            self.training += (group.suite,)
+            self.training_births += (group.birth,)
+
+    def _step_ended(self, step: int, now: float) -> None:
+        if step < self.step:
+            raise InvalidEvent(f"the step fell from {self.step} to {step}")
+        if self.step_running:
+            self.step_s.add(now - self._step_from)
+            self.train_wait_s.add(self._train_waited)
+            playing = list(self.rollout_ranks())
+            if playing:
+                self.rollout_wait_s.add(sum(rank.waited(now) for rank in playing) / len(playing))
+        for rank in self.ranks.values():
+            rank.waiting_s = 0.0
+            if rank.idle_since is not None:
+                rank.idle_since = now
+        self.step, self._step_from = step, now
+        self.consumed.update(self.training)
+        self.training, self.training_births = (), ()
+        self.still = 0
+        self.step_running = self.edge = False

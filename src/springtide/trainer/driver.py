@@ -32,9 +32,11 @@ from springtide.rollout.pool import play_once
 from springtide.rundir import RunDirectory
 from springtide.runtime.local import Runtime
 from springtide.runtime.ranks import Rank
-from springtide.schedule.policies import Batch, Bounds, Wait, choose_batch, make_policy
-from springtide.schedule.readiness import Began, Evaluation, Readiness, StepEnded, StepStarted, event_to_json
+from springtide.schedule.events import Began, Evaluation, StepEnded, StepStarted, event_to_json
+from springtide.schedule.policy import Batch, Bounds, Wait
+from springtide.schedule.readiness import Readiness
 from springtide.schedule.sampling import UniformSampler
+from springtide.schedule.simple import make_policy
 from springtide.trace import TaskRef, atomic_write, make_version
 from springtide.trainer.checkpoint import NotFinite
 from springtide.trainer.clock import WAITS, Clock
@@ -183,7 +185,7 @@ class Driver:
         patience = self.config.rollout.group.deadline_s + _SLACK_S
         quiet_s = 0.0
         while not self.finished:
-            choice = choose_batch(self._state, self._bounds)
+            choice = self._policy.batch(self._state)
             if isinstance(choice, Batch):
                 self._feeder.apply(StepStarted(time.time(), choice.visits))
                 return choice.visits
@@ -202,7 +204,7 @@ class Driver:
             await asyncio.sleep(_TELL_S)
             cause, silent = self._clock.cause, self._runtime.silent()
             reason, admission = WAITS.get(cause or "", ""), "nothing"
-            choice = choose_batch(self._state, self._bounds)
+            choice = self._policy.batch(self._state)
             if cause is not None and cause.startswith("wait_") and isinstance(choice, Wait):
                 reason, admission = choice.reason, self._policy.blocked(self._state)
             if reason or silent:

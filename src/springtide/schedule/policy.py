@@ -1,0 +1,93 @@
+"""What a scheduling policy is, and the rules that all of them obey.
+
+Owns: the protocol, the bounds, how a cluster is first divided into roles, and the choice of a batch. Pure functions of
+`Readiness`. Invariants: no group that is trained is older than the staleness bound; under `overage = wait` the trainer
+waits for a group that would become too old, under `drop` a group that became too old, in flight or ready, is given up
+and counted.
+Called by: the driver and the simulator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from springtide.schedule.events import Action, Pipeline
+from springtide.schedule.readiness import GroupState, Readiness
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What every policy obeys: groups a step, groups in flight at once, steps of staleness."""
+
+    groups: int
+    concurrency: int
+    bound: int
+    overage: Literal["wait", "drop"] = "wait"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Ranks of each role at the start. lendable: of the trainer's, those that may play while it waits for data."""
+
+    rollout: int
+    reference: int
+    trainer: int
+    lendable: int = 0
+    pipeline: Pipeline = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Train these visits now; the step takes `more` groups as they become ready (a pipeline that streams)."""
+
+    visits: tuple[int, ...]
+    more: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Not yet, and why: one predicate with its numbers."""
+
+    cause: Literal["groups", "stale_group"]
+    reason: str
+
+
+class Policy(Protocol):
+    """Decides by what is ready. A policy may keep state of its own, as long as it follows from the events alone."""
+
+    def decide(self, state: Readiness) -> list[Action]:
+        """All actions that are due now. Called after every event, and again after its actions were carried out, until
+        it returns none; the next call sees the events that they caused."""
+        ...
+
+    def batch(self, state: Readiness) -> Batch | Wait:
+        """The groups of the next step. Asked while no step is under way."""
+        ...
+
+    def blocked(self, state: Readiness) -> str:
+        """Why nothing is admitted now, as one predicate with its numbers (for progress, waits and the watchdog)."""
+        ...
+
+
+def choose_batch(state: Readiness, bounds: Bounds) -> Batch | Wait:
+    """The groups of the next step: every one that would be too old a step later, then the oldest ready ones.
+
+    A batch has at least `bounds.groups` groups, and more only when more are at the bound. What is past it already
+    (under `drop`, a group that became ready while a step ran) is left for the policy to drop, whichever is asked first.
+    """
+    late = [g for g in state.in_flight() if state.staleness(g) >= bounds.bound]
+    if late and bounds.overage == "wait" and bounds.bound > 0:
+        visits = ", ".join(str(g.visit) for g in late[:4])
+        return Wait("stale_group", f"{len(late)} groups at staleness bound {bounds.bound} still play (visits {visits})")
+    ready = [g for g in state.ready() if state.staleness(g) <= bounds.bound]
+    must = {g.visit for g in ready if state.staleness(g) == bounds.bound} if bounds.bound > 0 else set()
+    if len(ready) < bounds.groups:
+        return Wait("groups", f"{len(ready)} of {bounds.groups} groups ready, {len(state.playing)} in flight")
+    chosen: list[GroupState] = [g for g in ready if g.visit in must]
+    for group in ready:
+        if len(chosen) >= bounds.groups:
+            break
+        if group.visit not in must:
+            chosen.append(group)
+    return Batch(tuple(sorted(g.visit for g in chosen)))
