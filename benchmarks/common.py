@@ -481,6 +481,7 @@ _PURPOSE = {
     "multitask": "One policy for three suites, and what its two devices are worth",
     "ray_overhead": "What the Ray runtime costs on one machine",
     "publish": "Publication of weights, fingerprint included, in copies of the same bytes",
+    "vllm_learning": "The quickstart on vLLM and on the local engine, at equal steps",
 }
 
 

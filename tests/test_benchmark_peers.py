@@ -22,7 +22,7 @@ from springtide.trace import Message
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # they are programs, run by path, and import what they share from beside them
 latency, one_turn, wrapped = (importlib.import_module(name) for name in ("latency", "one_turn", "wrapped"))
-goodput, peer_trl = (importlib.import_module(name) for name in ("goodput", "peer_trl"))
+goodput, peer_trl, vllm_learning = (importlib.import_module(n) for n in ("goodput", "peer_trl", "vllm_learning"))
 SHIPPED = ("db", "kg", "household")
 
 
@@ -122,6 +122,31 @@ def test_asynchronous_is_held_against_both_ways_of_being_synchronous() -> None:
     judged = [row for row in latency.speed_rows(rounds) if row.required is not None]
     assert [row.met(quick=False) for row in judged] == [True, False]
     assert len({row.target for row in latency.speed_rows(rounds)}) == len(latency.speed_rows(rounds))
+
+
+# --- the same run on vLLM ---------------------------------------------------------------------------------------------
+
+
+def test_the_arm_on_vllm_differs_in_its_engine_alone() -> None:
+    trees = [vllm_learning.make_config(kind, 0, (), "python").model_dump() for kind in ("local", "vllm")]
+    assert {key for key in trees[0] if trees[0][key] != trees[1][key]} == {"engine"}
+    assert trees[0]["run"]["steps"] == vllm_learning.STEPS
+
+
+def test_vllm_learned_the_same_when_its_paired_difference_is_within_its_interval() -> None:
+    def result(solved: int) -> dict[str, Any]:
+        """Of 40 tasks, the first `solved`."""
+        scores = {"db/sampled": {f"t{i}": float(i < solved) for i in range(40)}}
+        share = {"start": {"db": {"sampled": 0.1}}, "end": {"db": {"sampled": solved / 40}}}
+        return {"scores": scores, "gap": 1e-6, "train_s": 9.0, **share}
+
+    local = [result(20), result(22)]
+    verdict, difference, *rest = vllm_learning.make_rows(local, [result(21), result(21)])
+    assert verdict.met(quick=False) and difference.value == pytest.approx(0)
+    assert {row.target.rpartition(": ")[2]: row.value for row in rest if "gain" in row.target} == pytest.approx(
+        {"gain, local": 42.5, "gain, vLLM": 42.5}
+    )
+    assert vllm_learning.make_rows(local, [result(6), result(8)])[0].met(quick=False) is False
 
 
 # --- TRL --------------------------------------------------------------------------------------------------------------
