@@ -9,32 +9,53 @@ Called by: the driver and the simulator.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from springtide.schedule.events import Action, Pipeline
-from springtide.schedule.readiness import GroupState, Readiness
+from springtide.schedule.parts import GroupState
+from springtide.schedule.readiness import Readiness
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What every policy obeys: groups a step, groups in flight at once, steps of staleness."""
+    """What every policy obeys: groups a step, groups in flight at once, steps of staleness; episodes of a group;
+    environments that can be open at once (None: as many as there are episodes)."""
 
     groups: int
     concurrency: int
     bound: int
     overage: Literal["wait", "drop"] = "wait"
+    members: int = 1
+    environments: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Ranks of each role at the start. lendable: of the trainer's, those that may play while it waits for data."""
+    """Ranks of each role at the start. lendable: of the trainer's, those that may play while it waits for data;
+    sharded: all of them at once or none."""
 
     rollout: int
     reference: int
     trainer: int
     lendable: int = 0
     pipeline: Pipeline = "none"
+    sharded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What there is to divide. trainers: the fewest ranks that hold the trainer's state. reference: there is none, it
+    fits beside the trainer (an adapter's always does), or it is swapped in or lives on ranks of its own. sharded: the
+    trainer's ranks hold parts of the weights, so that they are lent all at once or not at all. share: of the ranks,
+    those that play; None: as the policy would."""
+
+    ranks: int
+    reference: Literal["none", "resident", "swapped"] = "none"
+    trainers: int = 1
+    sharded: bool = False
+    share: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +97,17 @@ def choose_batch(state: Readiness, bounds: Bounds) -> Batch | Wait:
     A batch has at least `bounds.groups` groups, and more only when more are at the bound. What is past it already
     (under `drop`, a group that became ready while a step ran) is left for the policy to drop, whichever is asked first.
     """
-    late = [g for g in state.in_flight() if state.staleness(g) >= bounds.bound]
+    newest = state.step - bounds.bound  # birth of a group that is at the bound
+    late = sum(count for birth, count in state.births.items() if birth <= newest)
     if late and bounds.overage == "wait" and bounds.bound > 0:
-        visits = ", ".join(str(g.visit) for g in late[:4])
-        return Wait("stale_group", f"{len(late)} groups at staleness bound {bounds.bound} still play (visits {visits})")
+        held = (str(g.visit) for g in state.playing.values() if g.birth <= newest)
+        visits = ", ".join(itertools.islice(held, 4))  # the oldest are drawn first, so this looks at few
+        return Wait("stale_group", f"{late} groups at staleness bound {bounds.bound} still play (visits {visits})")
+    usable = sum(count for birth, count in state.ready_births.items() if birth >= newest)
+    if usable < bounds.groups:
+        return Wait("groups", f"{usable} of {bounds.groups} groups ready, {len(state.playing)} in flight")
     ready = [g for g in state.ready() if state.staleness(g) <= bounds.bound]
     must = {g.visit for g in ready if state.staleness(g) == bounds.bound} if bounds.bound > 0 else set()
-    if len(ready) < bounds.groups:
-        return Wait("groups", f"{len(ready)} of {bounds.groups} groups ready, {len(state.playing)} in flight")
     chosen: list[GroupState] = [g for g in ready if g.visit in must]
     for group in ready:
         if len(chosen) >= bounds.groups:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Literal, Protocol
 
 from springtide.schedule.events import (
     Abort,
@@ -46,102 +46,24 @@ from springtide.schedule.events import (
     TurnEnded,
     Updated,
 )
+from springtide.schedule.parts import Episode, GroupState, Key, RankState, Smoothed, SuiteStats
 
-Key = tuple[int, int]  # visit, member
-SMOOTHING = 0.3  # weight of the newest value in every smoothed measure (tiderl_async 1.8.4)
+_FAR = 1e12  # seconds; no clock says more
+_TOKENS = 1 << 40  # no context has as many
+# Clocks of processes differ by less; a longer jump back is a clock that was set, and time goes on from there.
+_SKEW_S = 60.0
 
 
 class InvalidEvent(Exception):
     """An event that contradicts the state: an unknown visit, a visit twice, a step that falls."""
 
 
-class Episode:
-    """One running attempt of a member. phase: `waiting` for a rank, `decoding`, `acting`, or `returned` (its tool
-    answered while it was parked). context: tokens so far. rank: where it is, or was last; None before its first
-    placement and after that rank died. since: when its phase began. parked: it stays out of the engine from its next
-    tool boundary on."""
+class Follower(Protocol):
+    """A policy that keeps indexes of its own."""
 
-    __slots__ = ("context", "group", "member", "parked", "phase", "rank", "since", "turns", "visit")
-
-    def __init__(self, group: GroupState, member: int, t: float) -> None:
-        self.group, self.visit, self.member = group, group.visit, member
-        self.phase: Literal["waiting", "decoding", "acting", "returned"] = "waiting"
-        self.parked = False
-        self.rank: str | None = None
-        self.context = self.turns = 0
-        self.since = t
-
-    @property
-    def key(self) -> Key:
-        return self.visit, self.member
-
-
-class GroupState:
-    """A group that is in flight or ready. since: when that began. played: members that are done; episodes: the others,
-    by member. tokens: of a ready group."""
-
-    __slots__ = ("birth", "episodes", "evaluation", "members", "played", "since", "state", "suite", "tokens", "visit")
-
-    def __init__(self, visit: int, suite: str, birth: int, since: float, members: int, evaluation: bool) -> None:
-        self.visit, self.suite, self.birth, self.since = visit, suite, birth, since
-        self.members, self.evaluation = members, evaluation
-        self.state: Literal["in_flight", "ready"] = "in_flight"
-        self.played = self.tokens = 0
-        self.episodes: dict[int, Episode] = {}
-
-
-class RankState:
-    """A rank. decoding, acting: its episodes by key, those parked at a tool boundary left out; the tokens of each.
-    origin: the role it joined with; a trainer that plays is lent. waiting_s: of this step, without an episode."""
-
-    __slots__ = (
-        "acting", "acting_tokens", "budget", "decoding", "decoding_tokens", "idle_since", "lendable", "name", "origin",
-        "role", "waiting_s",
-    )  # fmt: skip
-
-    def __init__(self, joined: RankJoined) -> None:
-        self.name, self.budget, self.lendable = joined.rank, joined.budget, joined.lendable
-        self.role: Role = joined.role
-        self.origin: Role = joined.role
-        self.decoding: dict[Key, Episode] = {}
-        self.acting: dict[Key, Episode] = {}
-        self.decoding_tokens = self.acting_tokens = 0
-        self.idle_since: float | None = joined.t
-        self.waiting_s = 0.0
-
-    @property
-    def tokens(self) -> int:
-        """Of all its episodes that are not parked."""
-        return self.decoding_tokens + self.acting_tokens
-
-    @property
-    def live(self) -> int:
-        return len(self.decoding) + len(self.acting)
-
-    def waited(self, now: float) -> float:
-        """Seconds of this step, until `now`, in which it had no episode."""
-        return self.waiting_s + (now - self.idle_since if self.idle_since is not None else 0.0)
-
-
-class Smoothed:
-    """An exponentially weighted mean; None before its first value."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value: float | None = None
-
-    def add(self, value: float) -> None:
-        self.value = value if self.value is None else self.value + SMOOTHING * (value - self.value)
-
-
-class SuiteStats:
-    """Smoothed tokens of a suite's episodes: context when their first turn ends, growth a turn, context at the end."""
-
-    __slots__ = ("final", "first", "growth")
-
-    def __init__(self) -> None:
-        self.first, self.growth, self.final = Smoothed(), Smoothed(), Smoothed()
+    def observe(self, state: Readiness, event: Event, touched: list[Episode]) -> None:
+        """`event` was applied; `touched` are the episodes it changed, ended or began. The list is used again."""
+        ...
 
 
 class Readiness:
@@ -166,6 +88,7 @@ class Readiness:
         self.buffer: dict[int, GroupState] = {}
         self.evaluations: dict[int, GroupState] = {}
         self.births: Counter[int] = Counter()  # of the groups in flight
+        self.ready_births: Counter[int] = Counter()  # of those ready
         self.ranks: dict[str, RankState] = {}
         self.waiting: dict[Key, Episode] = {}
         self.parked: dict[Key, Episode] = {}
@@ -180,39 +103,69 @@ class Readiness:
         self.suites = {suite: SuiteStats() for suite in self.mixture}
         self.ready_at_start = 0
         self.gap_s, self.step_s, self.train_wait_s, self.rollout_wait_s = (Smoothed() for _ in range(4))
+        self.group_tokens = Smoothed()  # of a ready group
+        self.made = 0  # groups that became ready since the last step ended
         self._last_ready: float | None = None
         self._step_from = 0.0  # when the last step ended
         self._train_waited = 0.0
+        self._offset = 0.0  # of the state's clock to the events'
+        self._touched: list[Episode] = []
+        self._follower: Follower | None = getattr(self, "_follower", None)  # `Began` starts all else anew
+
+    def follow(self, follower: Follower) -> None:
+        """Let it observe every event from now on, in the place of whoever did."""
+        self._follower = follower
 
     # --- events -------------------------------------------------------------------------------------------------------
 
     def apply(self, event: Event) -> None:
         """Advance by one event. Raises: InvalidEvent, with the state unchanged."""
+        if not -_FAR < event.t < _FAR:
+            raise InvalidEvent(f"an event's clock says {event.t}")
         # Clocks of different processes may jump back a little; the state's never does.
-        now = max(self.now, event.t)
+        offset = 0.0 if isinstance(event, Began) else self._offset
+        if event.t + offset < self.now - _SKEW_S and not isinstance(event, Began):
+            offset = self.now - event.t
+        now = event.t if isinstance(event, Began) else max(self.now, event.t + offset)
+        self._touched.clear()
+        self._advance(event, now)
+        self.now, self._offset = now, offset
+        if self._follower is not None:
+            self._follower.observe(self, event, self._touched)
+
+    def _advance(self, event: Event, now: float) -> None:
         match event:
             case TurnEnded(_, visit, member, context):
                 episode = self._episode(visit, member, "decoding")
+                _plausible(context)
                 self._leave(episode)
                 stats = self.suites.get(episode.group.suite)
                 if stats is not None:
-                    (stats.growth if episode.turns else stats.first).add(
-                        context - episode.context if episode.turns else context
-                    )
+                    if episode.turns:
+                        stats.growth.add(max(0, context - episode.turn_context))
+                    else:
+                        stats.first.add(context)
+                episode.turn_context = context
                 episode.turns += 1
                 self._enter(episode, "acting", context, now)
             case Returned(_, visit, member, context):
                 episode = self._episode(visit, member, "acting")
+                _plausible(context)
                 self._leave(episode)
+                stats = self.suites.get(episode.group.suite)
+                if stats is not None:
+                    stats.tool_s.add(now - episode.since)
                 if episode.parked or episode.rank is None:
                     episode.phase, episode.context, episode.since = "returned", context, now
                     if not episode.parked:  # its rank is gone
                         self._wait(episode, now)
+                    self._touched.append(episode)
                 else:
                     self._enter(episode, "decoding", context, now)
             case Placed(_, visit, member, rank, context):
                 episode = self._episode(visit, member, "waiting")
                 self._playing_rank(rank)
+                _plausible(context)
                 del self.waiting[episode.key]
                 episode.rank = rank
                 self._enter(episode, "decoding", context, now)
@@ -224,9 +177,12 @@ class Readiness:
                     raise InvalidEvent(f"member {member} of visit {visit} is parked already")
                 if episode.phase == "acting":
                     self._leave(episode)
-                episode.parked = True
+                episode.parked, episode.parked_at = True, now
                 self.parked[episode.key] = episode
+                if episode.rank is not None:
+                    self.ranks[episode.rank].parked[episode.key] = episode
                 self._rest(episode.rank, now)
+                self._touched.append(episode)
             case Resumed(_, visit, member, rank):
                 episode = self._episode(visit, member)
                 if not episode.parked:
@@ -244,13 +200,17 @@ class Readiness:
                 self._gone(group, now)
                 group.state, group.since, group.tokens = "ready", now, tokens
                 self.buffer[visit] = group
+                self.ready_births[group.birth] += 1
+                self.group_tokens.add(tokens)
+                self.made += 1
                 if self._last_ready is not None:
                     self.gap_s.add(now - self._last_ready)
                 self._last_ready = now
             case Dropped(_, visit, _):
                 group = self._group(visit)
                 self._gone(group, now)
-                self.buffer.pop(visit, None)
+                if self.buffer.pop(visit, None) is not None:
+                    _less(self.ready_births, group.birth)
                 if not group.evaluation:
                     self._held[group.suite] -= 1
                     self._total -= 1
@@ -271,6 +231,8 @@ class Readiness:
                 self._step_ended(step, now)
             case RoleChanged(_, rank, role):
                 state = self._rank(rank)
+                if state.role == role:
+                    raise InvalidEvent(f"rank {rank} is a {role} already")
                 self._strand(state, now)
                 state.role = role
                 state.waiting_s, state.idle_since = 0.0, now
@@ -290,7 +252,6 @@ class Readiness:
             case Began(_, step, mixture, taken):
                 self.__init__(mixture, step=step, consumed=taken)  # type: ignore[misc]
                 self._step_from = now
-        self.now = max(now, self.now)
 
     def invalid(self, action: Action) -> str | None:
         """Why `action` cannot be carried out now, or None."""
@@ -393,13 +354,14 @@ class Readiness:
         rank = self.ranks.get(name)
         if rank is None:
             return f"there is no rank {name}"
-        back = rank.origin == role == "trainer" and not self.step_running  # a lent rank may go home between steps
-        if not self.edge and not back:
-            return "roles change only between an update and its publication"
-        if self.evaluating and rank.role == "rollout":
-            return "an evaluation is pinned to its weights"
         if rank.role == role:
             return f"rank {name} is a {role} already"
+        lent = rank.origin == "trainer" and not self.step_running  # between steps a trainer may play, and go home
+        if not self.edge and not lent:
+            return "roles change only between an update and its publication"
+        back = lent and role == "trainer"
+        if self.evaluating and rank.role == "rollout" and not back:
+            return "an evaluation is pinned to its weights"
         if rank.origin == "trainer" and (not rank.lendable or role == "reference"):
             return f"trainer rank {name} may {'only play' if rank.lendable else 'not be lent'}"
         if rank.origin != "trainer" and role == "trainer":
@@ -419,6 +381,7 @@ class Readiness:
     def _enter(self, episode: Episode, phase: Literal["decoding", "acting"], context: int, now: float) -> None:
         """Of an episode that `_leave` took out of its rank's counts."""
         episode.phase, episode.context, episode.since = phase, context, now
+        self._touched.append(episode)
         rank = self.ranks.get(episode.rank) if episode.rank is not None else None
         if rank is None:
             return
@@ -454,6 +417,7 @@ class Readiness:
     def _wait(self, episode: Episode, now: float) -> None:
         episode.phase, episode.since = "waiting", now
         self.waiting[episode.key] = episode
+        self._touched.append(episode)
 
     def _admitted(self, visit: int, suite: str, birth: int, members: int, evaluation: bool, now: float) -> None:
         if self.group(visit) is not None:
@@ -464,6 +428,7 @@ class Readiness:
         for member in range(members):
             group.episodes[member] = episode = Episode(group, member, now)
             self.waiting[episode.key] = episode
+            self._touched.append(episode)
         if evaluation:
             self.evaluations[visit] = group
             return
@@ -478,16 +443,20 @@ class Readiness:
             self._forget(episode, now)
         group.episodes.clear()
         if self.playing.pop(group.visit, None) is not None:
-            self.births[group.birth] -= 1
-            if not self.births[group.birth]:
-                del self.births[group.birth]
+            _less(self.births, group.birth)
         self.evaluations.pop(group.visit, None)
 
     def _forget(self, episode: Episode, now: float) -> None:
         self._leave(episode)
         self.waiting.pop(episode.key, None)
-        self.parked.pop(episode.key, None)
+        self._unpark(episode)
         self._rest(episode.rank, now)
+        episode.phase = "done"
+        self._touched.append(episode)
+
+    def _unpark(self, episode: Episode) -> None:
+        if self.parked.pop(episode.key, None) is not None and episode.rank in self.ranks:
+            self.ranks[episode.rank].parked.pop(episode.key, None)
 
     def _finished(self, episode: Episode, played: bool, now: float) -> None:
         self._forget(episode, now)
@@ -497,14 +466,17 @@ class Readiness:
             group.played += 1
             if group.suite in self.suites:
                 self.suites[group.suite].final.add(episode.context)
+                self.suites[group.suite].turns.add(episode.turns)
+            self._touched += group.episodes.values()  # their group is nearer to its end
         else:
             group.episodes[episode.member] = again = Episode(group, episode.member, now)
-            self.waiting[again.key] = again
+            self._wait(again, now)
 
     def _resumed(self, episode: Episode, rank: str, now: float) -> None:
-        del self.parked[episode.key]
+        self._unpark(episode)
         if episode.phase == "decoding":  # it was to be parked, and its turn has not ended
             episode.parked = False
+            self._touched.append(episode)
             return
         self._leave(episode)
         episode.parked, episode.rank = False, rank
@@ -516,18 +488,24 @@ class Readiness:
             self._leave(episode)
             episode.rank = None
             if episode.phase == "decoding":
-                self.parked.pop(episode.key, None)
-                episode.parked = False
+                if episode.parked:
+                    del self.parked[episode.key], rank.parked[episode.key]
+                    episode.parked = False
                 self._wait(episode, now)
-        for episode in self.parked.values():
-            if episode.rank == rank.name:
-                episode.rank = None
+            else:
+                self._touched.append(episode)
+        for episode in rank.parked.values():
+            episode.rank = None
+            self._touched.append(episode)
+        rank.parked.clear()
         self._rest(rank.name, now)
 
     def _step_started(self, visits: tuple[int, ...], more: int, now: float) -> None:
         for visit in visits:
             if self._group(visit).state != "ready":
                 raise InvalidEvent(f"visit {visit} is not ready, so it cannot be trained")
+        if len(set(visits)) < len(visits):
+            raise InvalidEvent(f"a step names a visit twice: {visits}")
         if self.step_running:
             raise InvalidEvent("a step started while another runs")
         self.ready_at_start = len(self.buffer)
@@ -540,6 +518,7 @@ class Readiness:
     def _take(self, groups: Iterable[GroupState]) -> None:
         for group in groups:
             del self.buffer[group.visit]
+            _less(self.ready_births, group.birth)
             self.training += (group.suite,)
             self.training_births += (group.birth,)
 
@@ -559,5 +538,16 @@ class Readiness:
         self.step, self._step_from = step, now
         self.consumed.update(self.training)
         self.training, self.training_births = (), ()
-        self.still = 0
+        self.still = self.made = 0
         self.step_running = self.edge = False
+
+
+def _plausible(context: int) -> None:
+    if not 0 <= context < _TOKENS:
+        raise InvalidEvent(f"an engine reported a context of {context} tokens")
+
+
+def _less(counts: Counter[int], key: int) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
