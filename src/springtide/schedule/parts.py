@@ -86,22 +86,49 @@ class RankState:
 
 
 class Smoothed:
-    """An exponentially weighted mean; None before its first value."""
+    """An exponentially weighted mean; None before its first value. weight: of the newest."""
 
-    __slots__ = ("value",)
+    __slots__ = ("value", "weight")
 
-    def __init__(self) -> None:
+    def __init__(self, weight: float = SMOOTHING) -> None:
         self.value: float | None = None
+        self.weight = weight
 
     def add(self, value: float) -> None:
-        self.value = value if self.value is None else self.value + SMOOTHING * (value - self.value)
+        self.value = value if self.value is None else self.value + self.weight * (value - self.value)
+
+
+class Line:
+    """A straight line through measured points, the older ones forgotten: y at x = 0, and what each x adds."""
+
+    __slots__ = ("_w", "_x", "_xx", "_xy", "_y")
+
+    def __init__(self) -> None:
+        self._w = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        keep = 0.998  # of each point's weight, a point later: some 500 count
+        self._w, self._x, self._y = keep * self._w + 1, keep * self._x + x, keep * self._y + y
+        self._xx, self._xy = keep * self._xx + x * x, keep * self._xy + x * y
+
+    @property
+    def fit(self) -> tuple[float, float] | None:
+        """(y at 0, slope), neither below 0; None before there are some 30 points."""
+        if self._w < 30:
+            return None
+        mean_x, mean_y = self._x / self._w, self._y / self._w
+        spread = self._xx / self._w - mean_x * mean_x
+        slope = max(0.0, (self._xy / self._w - mean_x * mean_y) / spread) if spread > 1e-9 else 0.0
+        if slope * mean_x > mean_y:
+            slope = mean_y / mean_x
+        return mean_y - slope * mean_x, slope
 
 
 class SuiteStats:
     """Smoothed measures of a suite's episodes. Tokens: context when their first turn ends, growth a turn, context at
-    the end. Seconds: until a tool answers. And turns of an episode."""
+    the end, sampled in a turn. Seconds: until a tool answers. And turns of an episode."""
 
-    __slots__ = ("final", "first", "growth", "tool_s", "turns")
+    __slots__ = ("final", "first", "growth", "sampled", "tool_s", "turns")
 
     def __init__(self) -> None:
-        self.first, self.growth, self.final, self.tool_s, self.turns = (Smoothed() for _ in range(5))
+        self.first, self.growth, self.final, self.sampled, self.tool_s, self.turns = (Smoothed() for _ in range(6))

@@ -46,7 +46,7 @@ from springtide.schedule.events import (
     TurnEnded,
     Updated,
 )
-from springtide.schedule.parts import Episode, GroupState, Key, RankState, Smoothed, SuiteStats
+from springtide.schedule.parts import Episode, GroupState, Key, Line, RankState, Smoothed, SuiteStats
 
 _FAR = 1e12  # seconds; no clock says more
 _TOKENS = 1 << 40  # no context has as many
@@ -90,6 +90,7 @@ class Readiness:
         self.births: Counter[int] = Counter()  # of the groups in flight
         self.ready_births: Counter[int] = Counter()  # of those ready
         self.ranks: dict[str, RankState] = {}
+        self.roles: Counter[Role] = Counter()  # ranks of each
         self.waiting: dict[Key, Episode] = {}
         self.parked: dict[Key, Episode] = {}
         self.consumed: Counter[str] = Counter(consumed or {})
@@ -103,7 +104,12 @@ class Readiness:
         self.suites = {suite: SuiteStats() for suite in self.mixture}
         self.ready_at_start = 0
         self.gap_s, self.step_s, self.train_wait_s, self.rollout_wait_s = (Smoothed() for _ in range(4))
+        self.alive = 0  # episodes in flight: each holds an environment
+        self.pending_of: Counter[str] = Counter()  # groups of a suite in flight or ready
+        self.decode = Line()  # seconds of a turn for each token sampled, over the episodes that decode on the rank
+        self.flying = Smoothed(0.01)  # episodes on ranks, as seen when turns end
         self.group_tokens = Smoothed()  # of a ready group
+        self.group_rank_s = Smoothed()  # seconds of a rollout rank, not idle, for each group that became ready
         self.made = 0  # groups that became ready since the last step ended
         self._last_ready: float | None = None
         self._step_from = 0.0  # when the last step ended
@@ -138,9 +144,14 @@ class Readiness:
             case TurnEnded(_, visit, member, context):
                 episode = self._episode(visit, member, "decoding")
                 _plausible(context)
+                sampled = context - episode.context
+                if sampled > 0 and episode.rank is not None:
+                    self.decode.add(len(self.ranks[episode.rank].decoding), (now - episode.since) / sampled)
+                    self.flying.add(self.alive - len(self.waiting) - len(self.parked))
                 self._leave(episode)
                 stats = self.suites.get(episode.group.suite)
                 if stats is not None:
+                    stats.sampled.add(max(0, sampled))
                     if episode.turns:
                         stats.growth.add(max(0, context - episode.turn_context))
                     else:
@@ -214,6 +225,7 @@ class Readiness:
                 if not group.evaluation:
                     self._held[group.suite] -= 1
                     self._total -= 1
+                    self.pending_of[group.suite] -= 1
             case StepStarted(_, visits, more):
                 self._step_started(visits, more, now)
             case Fed(_, visit):
@@ -234,15 +246,20 @@ class Readiness:
                 if state.role == role:
                     raise InvalidEvent(f"rank {rank} is a {role} already")
                 self._strand(state, now)
+                self.roles[state.role] -= 1
+                self.roles[role] += 1
                 state.role = role
                 state.waiting_s, state.idle_since = 0.0, now
             case RankJoined(_, rank, _, _, _):
                 if rank in self.ranks:
                     raise InvalidEvent(f"rank {rank} joined twice")
+                if event.budget < 0:
+                    raise InvalidEvent(f"rank {rank} has a budget of {event.budget} tokens")
                 self.ranks[rank] = RankState(event)
+                self.roles[event.role] += 1
             case RankLeft(_, rank):
                 self._strand(self._rank(rank), now)
-                del self.ranks[rank]
+                self.roles[self.ranks.pop(rank).role] -= 1
             case Measured(_, what, value):
                 if not 0 <= value < float("inf"):
                     raise InvalidEvent(f"{what} was measured as {value}")
@@ -315,14 +332,14 @@ class Readiness:
         smoothed = self.costs.get(what)
         return default if smoothed is None or smoothed.value is None else smoothed.value
 
-    def next_suite(self) -> str:
-        """The suite furthest below its share, counting what was consumed, is being trained, and is pending.
+    def next_suite(self, among: Iterable[str] | None = None) -> str:
+        """The suite (of these) furthest below its share, counting what was consumed, is being trained, and is pending.
 
         Groups that end untrained leave the count, so the consumed mixture follows the configured one even when suites
         differ in speed or in how many of their groups are dropped (prime-rl#2072).
         """
         total = self._total + 1
-        return max(self.mixture, key=lambda suite: self.mixture[suite] * total - self._held[suite])
+        return max(among or self.mixture, key=lambda suite: self.mixture[suite] * total - self._held[suite])
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
@@ -366,7 +383,7 @@ class Readiness:
             return f"trainer rank {name} may {'only play' if rank.lendable else 'not be lent'}"
         if rank.origin != "trainer" and role == "trainer":
             return f"rank {name} is not of the trainer's world"
-        if rank.role == "rollout" and not back and sum(1 for _ in self.rollout_ranks()) == 1:
+        if rank.role == "rollout" and not back and self.roles["rollout"] == 1:
             return f"rank {name} is the only one that plays"
         return None
 
@@ -425,6 +442,7 @@ class Readiness:
         if suite not in self.mixture and not evaluation:
             raise InvalidEvent(f"visit {visit} is of suite {suite!r}, which is not in the mixture")
         group = GroupState(visit, suite, birth, now, members, evaluation)
+        self.alive += members
         for member in range(members):
             group.episodes[member] = episode = Episode(group, member, now)
             self.waiting[episode.key] = episode
@@ -436,6 +454,7 @@ class Readiness:
         self.births[birth] += 1
         self._held[suite] += 1
         self._total += 1
+        self.pending_of[suite] += 1
 
     def _gone(self, group: GroupState, now: float) -> None:
         """Out of flight, with all its episodes."""
@@ -452,6 +471,7 @@ class Readiness:
         self._unpark(episode)
         self._rest(episode.rank, now)
         episode.phase = "done"
+        self.alive -= 1
         self._touched.append(episode)
 
     def _unpark(self, episode: Episode) -> None:
@@ -470,6 +490,7 @@ class Readiness:
             self._touched += group.episodes.values()  # their group is nearer to its end
         else:
             group.episodes[episode.member] = again = Episode(group, episode.member, now)
+            self.alive += 1
             self._wait(again, now)
 
     def _resumed(self, episode: Episode, rank: str, now: float) -> None:
@@ -519,6 +540,7 @@ class Readiness:
         for group in groups:
             del self.buffer[group.visit]
             _less(self.ready_births, group.birth)
+            self.pending_of[group.suite] -= 1
             self.training += (group.suite,)
             self.training_births += (group.birth,)
 
@@ -530,7 +552,10 @@ class Readiness:
             self.train_wait_s.add(self._train_waited)
             playing = list(self.rollout_ranks())
             if playing:
-                self.rollout_wait_s.add(sum(rank.waited(now) for rank in playing) / len(playing))
+                waited = sum(rank.waited(now) for rank in playing)
+                self.rollout_wait_s.add(waited / len(playing))
+                if self.made:
+                    self.group_rank_s.add(max(0.0, len(playing) * (now - self._step_from) - waited) / self.made)
         for rank in self.ranks.values():
             rank.waiting_s = 0.0
             if rank.idle_since is not None:

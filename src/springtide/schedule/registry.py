@@ -21,9 +21,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from springtide.schedule.composed import ClusterPolicy, Roles, Streaming
+from springtide.schedule.ctb import Rules, TaskBatching
+from springtide.schedule.ers import Signals
 from springtide.schedule.events import Pipeline
+from springtide.schedule.footprint import Decay
+from springtide.schedule.hybrid_ranks import HybridRanks
+from springtide.schedule.kv_aimd import KvAimd
+from springtide.schedule.lending import Lending
+from springtide.schedule.placement import LeastLoaded
 from springtide.schedule.policy import Bounds, Cluster, Layout, Policy
-from springtide.schedule.simple import FixedSplit, Synchronous
+from springtide.schedule.program_aware import ProgramAware
+from springtide.schedule.time_shared import TimeShared
+from springtide.schedule.waves import OneAhead, Waves
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +45,26 @@ class Entry:
     summary: str
 
 
-def split(cluster: Cluster, share: float, *, apart: bool = False, lendable: bool = False) -> Layout:
-    """`share` of the ranks play, the others train; `apart`: one of the others computes the reference, if there is one
-    that does not fit beside the trainer."""
-    trainer = max(cluster.trainers, min(cluster.ranks - 1, round(cluster.ranks * (1 - share))))
-    reference = 1 if apart and cluster.reference == "swapped" and trainer > cluster.trainers else 0
-    pipeline = _beside(cluster) if not reference else "streaming"
-    trainer -= reference
-    lent = trainer if lendable else 0
-    return Layout(cluster.ranks - trainer - reference, reference, trainer, lent, pipeline)
+# Ours. A tool away for longer than computing the context again would take has lost its claim to KV by then: a budget of
+# 200k to 900k tokens over 17k to 32k prefilled a second is 12 to 28 s.
+OURS = Rules(
+    decay=Decay("linear", 30.0),
+    admit_share=0.95,
+    probe="unknown",
+    estimate="mean",
+    times=1.25,
+    rebalance=True,
+)
+
+
+def split(cluster: Cluster, share: float, *, lendable: bool = False) -> Layout:
+    """`share` of the ranks play (`cluster.share`, if given), the others train; none computes the reference alone."""
+    share = share if cluster.share is None else cluster.share
+    trainer = max(cluster.trainers, min(cluster.ranks - 1, round(cluster.ranks * (1 - share))), 1)
+    rollout = cluster.ranks - trainer
+    if rollout < 1:
+        raise ValueError(f"{cluster.ranks} ranks, {cluster.trainers} of which hold the trainer, leave none to play")
+    return Layout(rollout, 0, trainer, trainer if lendable else 0, _beside(cluster), cluster.sharded)
 
 
 def _beside(cluster: Cluster) -> Pipeline:
@@ -52,19 +73,61 @@ def _beside(cluster: Cluster) -> Pipeline:
 
 
 def _colocated(cluster: Cluster) -> Layout:
-    return Layout(0, 0, cluster.ranks, cluster.ranks, _beside(cluster))
+    return Layout(0, 0, cluster.ranks, cluster.ranks, _beside(cluster), cluster.sharded)
 
 
 POLICIES: dict[str, Entry] = {
-    "synchronous": Entry(lambda b, _: Synchronous(b), _colocated, "play and train in turns on all ranks"),
-    **{
-        name: Entry(lambda b, _: FixedSplit(b), lambda c: split(c, 0.5), "to come")
-        for name in (
-            "one_step_off", "fixed_split", "streaming", "kv_aimd", "program_aware", "hybrid_ranks", "oracle_split",
-            "tiderl", "springtide",
-        )
-    },
-}  # fmt: skip
+    "synchronous": Entry(
+        lambda b, at: ClusterPolicy(b, LeastLoaded(), TimeShared(b, at), Waves(b)),
+        _colocated,
+        "play and train in turns on all ranks (verl, slime: colocated)",
+    ),
+    "one_step_off": Entry(
+        lambda b, at: ClusterPolicy(b, LeastLoaded(), Roles(b, at), OneAhead(b)),
+        lambda c: split(c, 0.5),
+        "the next step's groups play while this one's are trained (verl's one-step-off)",
+    ),
+    "fixed_split": Entry(
+        lambda b, at: ClusterPolicy(b, LeastLoaded(), Roles(b, at)),
+        lambda c: split(c, 0.75),
+        "asynchronous at a fixed split, behind AReaL's staleness gate; three of four ranks play, as AReaL's do",
+    ),
+    "streaming": Entry(
+        lambda b, at: ClusterPolicy(b, LeastLoaded(), Streaming(b, at)),
+        lambda c: split(c, 0.5),
+        "a step takes groups as they become ready (StreamRL); static split, no length predictor",
+    ),
+    "kv_aimd": Entry(
+        lambda b, at: ClusterPolicy(b, LeastLoaded(), Roles(b, at), KvAimd(b)),
+        lambda c: split(c, 0.75),
+        "fixed split; episodes in flight follow the fullest rank's KV (prime-rl)",
+    ),
+    "program_aware": Entry(
+        lambda b, at: ClusterPolicy(b, ProgramAware(), Roles(b, at)),
+        lambda c: split(c, 0.75),
+        "fixed split; programs are paused and packed by KV (ThunderAgent)",
+    ),
+    "hybrid_ranks": Entry(
+        lambda b, at: ClusterPolicy(b, LeastLoaded(), HybridRanks(b, at)),
+        lambda c: split(c, 0.5, lendable=True),
+        "trainer ranks host engines that wake when samples run short (verl's dynamic schedule)",
+    ),
+    "oracle_split": Entry(
+        lambda b, at: ClusterPolicy(b, LeastLoaded(), Roles(b, at)),
+        lambda c: split(c, 0.5),
+        "fixed_split at the best share of a sweep, which the caller makes with `Cluster.share`",
+    ),
+    "tiderl": Entry(
+        lambda b, at: ClusterPolicy(b, TaskBatching(b, Rules()), Signals(b, at)),
+        lambda c: split(c, 0.5),
+        "TideRL's literal rules: CTB, RA2P and ERS by its signals; a run begins without reference ranks",
+    ),
+    "springtide": Entry(
+        lambda b, at: ClusterPolicy(b, TaskBatching(b, OURS), Lending(b, at)),
+        lambda c: split(c, 0.5 if c.training is None else 1 - c.training, lendable=True),
+        "ours: CTB by mean footprints, RA2P and ERS by predicted times, idle trainer ranks play",
+    ),
+}
 
 
 def make_policy(name: str, bounds: Bounds, layout: Layout | None = None) -> Policy:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from springtide.schedule.events import Abort, Action, Admit
-from springtide.schedule.policy import Batch, Bounds, Policy, Wait, choose_batch
+from springtide.schedule.events import Action, Admit
+from springtide.schedule.policy import Batch, Bounds, Policy, Wait, choose_batch, next_fed, stale
 from springtide.schedule.readiness import Readiness
 
 
@@ -28,10 +28,7 @@ class FixedSplit:
         return min(b.concurrency - len(state.playing), (b.bound + 1) * b.groups - state.pending)
 
     def decide(self, state: Readiness) -> list[Action]:
-        actions: list[Action] = []
-        if self.bounds.overage == "drop":
-            pending = (*state.playing.values(), *state.buffer.values())
-            actions += [Abort(g.visit, "stale") for g in pending if state.staleness(g) > self.bounds.bound]
+        actions = stale(state, self.bounds)
         # One at a time: each admission changes the mixture's counts, which the caller applies before asking again.
         if self.room(state) > 0:
             actions.append(Admit(state.next_suite()))
@@ -39,6 +36,9 @@ class FixedSplit:
 
     def batch(self, state: Readiness) -> Batch | Wait:
         return choose_batch(state, self.bounds)
+
+    def feed(self, state: Readiness) -> int | None:
+        return next_fed(state, self.bounds)
 
     def blocked(self, state: Readiness) -> str:
         b, pending = self.bounds, state.pending
@@ -71,6 +71,9 @@ class Synchronous:
 
     def batch(self, state: Readiness) -> Batch | Wait:
         return choose_batch(state, self.bounds)
+
+    def feed(self, state: Readiness) -> int | None:
+        return next_fed(state, self.bounds)
 
     def blocked(self, state: Readiness) -> str:
         if state.step_running:

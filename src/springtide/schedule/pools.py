@@ -1,0 +1,265 @@
+"""Ranks that play as pools of tokens, and every episode where it stands in them.
+
+Owns: the indexes that policies look things up in: of each rank what it holds, what it can still take and who would go
+first; of all, who waits for a place and where the most room is. It follows the state event by event (`observe`), so
+what it says depends on the events alone, not on when it was asked. Invariants: an event costs O(log n); what a rank
+holds is reckoned anew when an event touches it, and on all ranks once a second of the events' clock.
+Called by: `ctb.py`, `placement.py`, `program_aware.py`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from springtide.schedule.events import Action, Began, Event, RankJoined, RankLeft, Resume, RoleChanged, Route
+from springtide.schedule.footprint import Decay, Footprint, Part
+from springtide.schedule.parts import Episode, Key, RankState
+from springtide.schedule.readiness import Readiness
+
+_SWEEP_S = 1.0  # what acts decays although nothing happens to its rank
+
+
+class Mark:
+    """What the index counted of an episode. stamp: entries of heaps with another are not true any more."""
+
+    __slots__ = ("leaving", "part", "pool", "queued", "stamp")
+
+    def __init__(self) -> None:
+        self.pool: Pool | None = None
+        self.part: Part | None = None
+        self.leaving = 0
+        self.queued = False
+        self.stamp = 0
+
+
+class Heap:
+    """Episodes by a key, the least first; an episode that was touched since it came in is not in it."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Any, int, Episode]] = []
+
+    def push(self, key: Any, stamp: int, episode: Episode, alive: int) -> None:
+        heapq.heappush(self._entries, (key, stamp, episode))
+        if len(self._entries) > 2 * alive + 64:
+            self._entries = [entry for entry in self._entries if entry[2].mark.stamp == entry[1]]
+            heapq.heapify(self._entries)
+
+    def top(self) -> Episode | None:
+        entries = self._entries
+        while entries and entries[0][2].mark.stamp != entries[0][1]:
+            heapq.heappop(entries)
+        return entries[0][2] if entries else None
+
+    def pop(self) -> None:
+        heapq.heappop(self._entries)
+
+
+class Pool:
+    """A rank that plays. used: tokens it holds, what acts decayed; leaving: of those that decode and are asked to stay
+    out at their turn's end; growth: of one more turn; room: what fits beside, after the head-room for one of each."""
+
+    __slots__ = (
+        "acting", "decoding", "footprint", "growth", "home", "leaving", "name", "rank", "room", "stamp", "tokens",
+        "used",
+    )  # fmt: skip
+
+    def __init__(self, rank: RankState, decay: Decay) -> None:
+        self.rank, self.name = rank, rank.name
+        self.footprint = Footprint(decay)
+        # Those that may be paused, and those that were and wait to come back.
+        self.acting, self.decoding, self.home = Heap(), Heap(), Heap()
+        self.used = self.room = self.growth = 0.0
+        self.leaving = self.stamp = self.tokens = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """back: an episode's place among those that wait, the least goes on first; out: among those that play, the least is
+    paused first; held: whether a waiting one is to wait although there is room (its group's probe plays)."""
+
+    back: Callable[[Episode], Any]
+    out: Callable[[Episode], Any]
+    held: Callable[[Readiness, Episode], bool]
+
+
+class Pools:
+    """All pools. decay: of what acts; head_room: least share of a budget that is kept free for the turns to come."""
+
+    def __init__(self, order: Order, *, decay: Decay, head_room: float) -> None:
+        self._order, self.decay, self._head_room = order, decay, head_room
+        self.reset()
+
+    def reset(self) -> None:
+        self.pools: dict[str, Pool] = {}
+        self.dirty: dict[str, Pool] = {}  # touched since the policy found nothing to do there
+        self.queue: OrderedDict[Key, Episode] = OrderedDict()  # who waits for a place, the longest first
+        self.homeless, self.parked = Heap(), Heap()  # of those: the ones without a rank; the ones that were paused
+        self.away: set[str] = set()  # ranks that were asked to change role: nobody is sent there
+        self.used, self.tokens, self.budget = 0.0, 0, 0  # of all pools; tokens: nothing decayed
+        self._rooms: list[tuple[float, str, int]] = []
+        self._stamp = 0
+        self._swept = float("-inf")
+
+    # --- following ----------------------------------------------------------------------------------------------------
+
+    def observe(self, state: Readiness, event: Event, touched: Iterable[Episode]) -> None:
+        now = state.now
+        if isinstance(event, Began):
+            self.reset()
+        elif isinstance(event, (RankJoined, RoleChanged)):
+            self.away.discard(event.rank)
+            self._drop(event.rank)
+            if event.role == "rollout":
+                pool = self.pools[event.rank] = Pool(state.ranks[event.rank], self.decay)
+                self.budget += pool.rank.budget
+                self._refresh(state, pool)
+        elif isinstance(event, RankLeft):
+            self.away.discard(event.rank)
+            self._drop(event.rank)
+        for episode in touched:
+            self._count(state, episode, now)
+        if self.decay.kind != "constant" and now - self._swept >= _SWEEP_S:
+            self._swept = now
+            for pool in self.pools.values():
+                self._refresh(state, pool)
+
+    def follow(self, state: Readiness) -> None:
+        """Take in a state that nobody followed so far, whole."""
+        self.reset()
+        for rank in state.ranks.values():
+            self.observe(state, RankJoined(state.now, rank.name, rank.role, rank.budget), ())
+        for groups in (state.playing, state.evaluations):
+            for group in groups.values():
+                for episode in group.episodes.values():
+                    self._count(state, episode, state.now)
+
+    def recount(self, state: Readiness, episode: Episode) -> None:
+        """What the policy says of it changed (it is held no longer)."""
+        self._count(state, episode, state.now)
+
+    def _count(self, state: Readiness, episode: Episode, now: float) -> None:
+        mark: Mark | None = episode.mark
+        if mark is None:
+            mark = episode.mark = Mark()
+        self._stamp += 1
+        mark.stamp = self._stamp
+        pool, phase = mark.pool, episode.phase
+        here = self.pools.get(episode.rank) if episode.rank is not None else None
+        if pool is not None:
+            if mark.leaving:
+                pool.leaving -= mark.leaving
+                mark.leaving = 0
+            if mark.part is not None and not (
+                pool is here and phase == "acting" and not episode.parked and mark.part.since == episode.since
+            ):
+                pool.footprint.take(mark.part, now)
+                mark.part = None
+            if pool is not here:
+                self._refresh(state, pool)
+        mark.pool = here
+        if phase == "decoding" and here is not None:
+            if episode.parked:
+                mark.leaving = episode.context
+                here.leaving += mark.leaving
+            else:
+                here.decoding.push(self._order.out(episode), mark.stamp, episode, here.rank.live)
+        elif phase == "acting" and here is not None and not episode.parked:
+            if mark.part is None:
+                mark.part = here.footprint.add(episode.context, episode.since, now)
+            here.acting.push(self._order.out(episode), mark.stamp, episode, here.rank.live)
+        self._line_up(state, episode, mark, here)
+        if here is not None:
+            self._refresh(state, here)
+
+    def _line_up(self, state: Readiness, episode: Episode, mark: Mark, here: Pool | None) -> None:
+        waits = episode.phase == "returned" or (episode.phase == "waiting" and not self._order.held(state, episode))
+        if not waits:
+            if mark.queued:
+                del self.queue[episode.key]
+                mark.queued = False
+            return
+        if not mark.queued:
+            self.queue[episode.key] = episode
+            mark.queued = True
+        back, alive = self._order.back(episode), len(self.queue)
+        if here is None or episode.phase == "waiting":
+            self.homeless.push(back, mark.stamp, episode, alive)
+        else:
+            here.home.push(back, mark.stamp, episode, alive)
+            self.parked.push(back, mark.stamp, episode, alive)
+
+    def _drop(self, name: str) -> None:
+        pool = self.pools.pop(name, None)
+        self.dirty.pop(name, None)
+        if pool is not None:
+            self.used -= pool.used
+            self.tokens -= pool.tokens
+            self.budget -= pool.rank.budget
+
+    def _refresh(self, state: Readiness, pool: Pool) -> None:
+        """Reckon anew what it holds and what fits: its budget less `used`, less one more turn of each episode (at
+        least `head_room` of the budget; tiderl_async 1.8.2)."""
+        if self.pools.get(pool.name) is not pool:
+            return
+        rank = pool.rank
+        used = rank.decoding_tokens + pool.footprint.value(state.now)
+        self.used += used - pool.used
+        self.tokens += rank.tokens - pool.tokens
+        pool.used, pool.tokens = used, rank.tokens
+        pool.growth = growth(state)
+        spare = max(self._head_room * rank.budget, pool.growth * rank.live)
+        pool.room = rank.budget - spare - used
+        self._stamp += 1
+        pool.stamp = self._stamp
+        self.dirty[pool.name] = pool
+        heapq.heappush(self._rooms, (-pool.room, pool.name, pool.stamp))
+        if len(self._rooms) > 4 * len(self.pools) + 64:
+            self._rooms = [(-p.room, p.name, p.stamp) for p in self.pools.values()]
+            heapq.heapify(self._rooms)
+
+    # --- asking -------------------------------------------------------------------------------------------------------
+
+    def roomiest(self) -> Pool | None:
+        """The pool with the most room, of those that stay."""
+        kept: list[tuple[float, str, int]] = []
+        rooms, found = self._rooms, None
+        while rooms:
+            pool = self.pools.get(rooms[0][1])
+            if pool is None or pool.stamp != rooms[0][2]:
+                heapq.heappop(rooms)
+            elif pool.name in self.away:
+                kept.append(heapq.heappop(rooms))
+            else:
+                found = pool
+                break
+        for entry in kept:
+            heapq.heappush(rooms, entry)
+        return found
+
+    def home(self, episode: Episode) -> Pool | None:
+        """Where it was, if that rank still plays and stays."""
+        pool = self.pools.get(episode.rank) if episode.rank is not None else None
+        return None if pool is None or pool.name in self.away else pool
+
+
+def growth(state: Readiness) -> float:
+    """Tokens that one more turn adds: of the suite where it adds the most. 0 before any is known."""
+    return max((stats.growth.value or 0.0 for stats in state.suites.values()), default=0.0)
+
+
+def fits(pool: Pool, tokens: float) -> bool:
+    """Whether an episode of as many tokens may go on there. An empty rank takes any: else what is larger than a budget
+    would wait for ever."""
+    return pool.rank.live == 0 or tokens + pool.growth <= pool.room
+
+
+def go(episode: Episode, pool: Pool) -> Action:
+    """Place or resume it there."""
+    kind = Route if episode.phase == "waiting" else Resume
+    return kind(episode.visit, episode.member, pool.name)
