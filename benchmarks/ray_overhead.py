@@ -88,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         ),
     ]
-    emit(report("ray_overhead", rows, load, quick=args.quick), as_json=args.json)
+    notes = ["Ray's processes end as nobody's children, so what they used counts as other work above."]
+    emit(report("ray_overhead", rows, load, quick=args.quick, notes=notes), as_json=args.json)
 
 
 if __name__ == "__main__":
