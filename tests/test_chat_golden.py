@@ -228,7 +228,7 @@ def test_qwen3_gold_is_what_transformers_shows_last(shape: str) -> None:
     messages = SHAPES[shape]
     for at in (i for i, m in enumerate(messages) if m.role == "assistant"):
         prompt = chat.start(messages[:at], TOOLS).ids
-        gold = chat.render_gold(messages[at], messages[:at], TOOLS)
+        gold = chat.start(messages[:at], TOOLS).render_gold(messages[at])
         theirs = their_ids("qwen3", chat, messages[: at + 1], prompt=False)
         assert gold[-1] == chat.stop_ids[0]
         assert np.array_equal(np.concatenate((prompt, gold)), theirs[: len(prompt) + len(gold)])

@@ -107,12 +107,12 @@ def test_options_reach_the_template(tmp_path: Path) -> None:
     assert quiet.fingerprints["template"] != load_chat(tmp_path).fingerprints["template"]
 
 
-def test_gold_without_history_follows_an_empty_user_message() -> None:
+def test_gold_of_a_call_is_read_back_and_holds_one_stop_token_its_last() -> None:
     message = Message("assistant", "", (ToolCall("c", "look", '{"a": "x"}'),))
     for name in ("stable", "glm"):
         model = chat(name)
-        ids = model.render_gold(message)
         conversation = model.start([user("")])
+        ids = conversation.render_gold(message)
         said = conversation.assistant(ids, "stop")
         assert [(c.name, c.arguments) for c in said.tool_calls] == [("look", '{"a": "x"}')]
         assert ids[-1] in model.stop_ids and not set(ids[:-1].tolist()) & set(model.stop_ids)

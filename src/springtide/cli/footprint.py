@@ -7,15 +7,13 @@ Called by: `cli.cluster_checks`.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from springtide.config import Config
-from springtide.models.presets import ModelNotFound, tensor_shapes
+from springtide.models.presets import kv_values, setting, tensor_shapes, vocab_size
 
 # A process before it holds anything of the model: Python with torch and transformers, without them, and vLLM's two.
 TORCH_BYTES, PLAIN_BYTES, VLLM_BYTES = 400 << 20, 120 << 20, 2500 << 20
@@ -37,20 +35,15 @@ class ModelSize:
     @classmethod
     def read(cls, directory: Path) -> ModelSize:
         """From the headers of its weights, and its config.json. Raises: ModelNotFound."""
-        data: Any = json.loads((directory / "config.json").read_text())
-        data = data.get("text_config") or data
-        try:
-            layers, hidden, heads = (data[k] for k in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
-            kv_heads = data.get("num_key_value_heads") or heads
-            head = data.get("head_dim") or hidden // heads
-            inner, vocabulary = data.get("intermediate_size") or 4 * hidden, data["vocab_size"]
-        except (KeyError, TypeError) as error:
-            raise ModelNotFound(f"{directory}/config.json does not describe a decoder: {error!r} is missing") from None
+        values = kv_values(directory)
+        layers, hidden, inner = (
+            setting(directory, n) or 0 for n in ("num_hidden_layers", "hidden_size", "intermediate_size")
+        )
         shapes = tensor_shapes(directory)
-        if data.get("tie_word_embeddings") and len(shapes) > 1:
+        if setting(directory, "tie_word_embeddings") and len(shapes) > 1:
             shapes.pop("lm_head.weight", None)
         parameters = sum(math.prod(shape) for shape in shapes.values())
-        return cls(parameters, layers, hidden, inner, vocabulary, 2 * layers * kv_heads * head)
+        return cls(parameters, layers, hidden, inner or 4 * hidden, vocab_size(directory), values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 
-from springtide.engine.protocol import EngineError, EngineStats, Generation, Sampling
+from springtide.engine.protocol import EngineError, EngineStats, Generation, Options, Sampling
 from springtide.wire import Client, ConnectionLost, DeadlineExceeded, RemoteError
 
 
@@ -40,39 +40,23 @@ class EngineClient:
     @classmethod
     @contextlib.asynccontextmanager
     async def connect(
-        cls, address: str, *, name: str = "engine", deadline_s: float = 120.0, deadlines: EngineDeadlines | None = None
+        cls, address: str, *, name: str = "engine", deadline_s: float = 120.0
     ) -> AsyncIterator[EngineClient]:
         """Connect within `deadline_s` (the engine may still be starting)."""
         async with Client.connect(address, name=name, deadline_s=deadline_s) as client:
-            yield cls(client, deadlines)
+            yield cls(client)
 
     @property
     def name(self) -> str:
         return self._client.name
 
     async def generate(
-        self,
-        session: str,
-        ids: np.ndarray,
-        sampling: Sampling,
-        *,
-        version: int | None = None,
-        prefix: str | None = None,
-        forced_ids: np.ndarray | None = None,
-        priority: int = 0,
+        self, session: str, ids: np.ndarray, sampling: Sampling, **options: Unpack[Options]
     ) -> Generation:
         """See `Engine.generate`. After a deadline the turn is ended; a cancelled caller releases its session."""
-        payload = {
-            "session": session,
-            "ids": ids,
-            "sampling": sampling,
-            "version": version,
-            "prefix": prefix,
-            "forced_ids": forced_ids,
-            "priority": priority,
-        }
+        turn = {"session": session, "ids": ids, "sampling": sampling, **options}
         try:
-            return await self._call("generate", self._deadlines.generate, **payload)
+            return await self._call("generate", self._deadlines.generate, **turn)
         except DeadlineExceeded as error:
             with contextlib.suppress(ConnectionLost, DeadlineExceeded):
                 await self.release(session)

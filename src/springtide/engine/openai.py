@@ -23,7 +23,7 @@ from springtide.trace import Message
 from springtide.wire import WireError, pack
 
 _PASSING = {408, 409, 425, 429, 500, 502, 503, 504}
-_PROBE_S = 15.0
+_PROBE_S, _TIMEOUT_S = 15.0, 300.0  # for somebody to answer; for one completion
 _LONGEST_PAUSE_S = 60.0
 
 
@@ -66,14 +66,13 @@ class ChatEndpoint:
         *,
         connections: int = 64,
         tries: int = 5,
-        timeout_s: float = 300.0,
         budget: int | None = None,
     ) -> None:
         """budget: tokens of prompts and completions, as the server counts them; requests in flight may pass it."""
         check_url(url)
         self._url = url if url.endswith("/chat/completions") else url.rstrip("/") + "/chat/completions"
         self._model, self._tries = model, tries
-        self._connections, self._timeout_s = connections, timeout_s
+        self._connections = connections
         self._budget, self.spent = budget, 0
         self._uncounted = False  # the server gives no usage
         self._session: aiohttp.ClientSession | None = None
@@ -82,7 +81,7 @@ class ChatEndpoint:
         key = os.environ.get("OPENAI_API_KEY")
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=self._connections),  # aiohttp's own default of 100 is a silent cap
-            timeout=aiohttp.ClientTimeout(total=self._timeout_s),
+            timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
             headers={"Authorization": f"Bearer {key}"} if key else {},
         )
         return self

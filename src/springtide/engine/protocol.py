@@ -8,7 +8,7 @@ KV belongs to (session, version), so no prefix computed by other weights is ever
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypedDict, Unpack
 
 import numpy as np
 
@@ -80,6 +80,21 @@ class EngineStats:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+class Options(TypedDict, total=False):
+    """What more may be said of a turn.
+
+    version: None means the newest loaded. prefix: a group key; sessions that share it share the KV of their common
+    start. forced_ids (int32 [T]): follow this continuation instead of sampling and return its true log-probs. priority:
+    the waiting turn of the highest number starts first, equals in order of arrival; nothing that runs is interrupted,
+    and what is sampled does not depend on it.
+    """
+
+    version: int | None
+    prefix: str | None
+    forced_ids: np.ndarray | None
+    priority: int
+
+
 class EngineError(Exception):
     """An engine refused a request: too long for its context, an unknown version, no room. The text says which."""
 
@@ -88,24 +103,11 @@ class Engine(Protocol):
     """An engine, local or remote. Every method has a deadline of its own behind it (see `engine.client`)."""
 
     async def generate(
-        self,
-        session: str,
-        ids: np.ndarray,
-        sampling: Sampling,
-        *,
-        version: int | None = None,
-        prefix: str | None = None,
-        forced_ids: np.ndarray | None = None,
-        priority: int = 0,
+        self, session: str, ids: np.ndarray, sampling: Sampling, **options: Unpack[Options]
     ) -> Generation:
         """Continue `ids` (int32 [P], the whole context) for one turn.
 
-        session: whose KV to keep between turns. version: None means the newest loaded. prefix: a group key; sessions
-        that share it share the KV of their common start. forced_ids (int32 [T]): follow this continuation instead of
-        sampling and return its true log-probs. priority: the waiting turn of the highest number starts first, equals in
-        order of arrival; nothing that runs is interrupted, and what is sampled does not depend on it.
-
-        Raises: EngineError.
+        session: whose KV to keep between turns. Raises: EngineError.
         """
         ...
 

@@ -23,22 +23,25 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import aiohttp
 import numpy as np
 
 from springtide import wire
-from springtide.chat import load_chat
+from springtide.chat import load_chat, undecodable
 from springtide.config import ConfigError
 from springtide.engine.clock import Clock
 from springtide.engine.handler import EngineHandler
-from springtide.engine.protocol import EngineError, EngineStats, Generation, Sampling
+from springtide.engine.protocol import EngineError, EngineStats, Generation, Options, Sampling
 from springtide.engine.vllm_server import Server, VllmSettings, check_version
 from springtide.process import ProcessFailed, scratch_directory, task_group
 
 MIN_TEMPERATURE = 0.01  # vLLM samples anything between 0 and this as if it were this
-_POLL_S, _LOOK_S, _LAST_WORDS_S = 0.2, 5.0, 10.0
+_POLL_S, _LAST_WORDS_S = 0.2, 10.0
+_LOOK = aiohttp.ClientTimeout(5.0, sock_connect=2.0)  # whether it is up
+_REACH_S = 3.0  # for a given server to take a connection
+_NOBODY = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)  # refused, no such host, no way to it
 _BFLOAT16_TOLERANCE = 0.5  # of a canary against a publisher in float32, as in `engine.local`
 _PROBE = 'Search: "wörld" = 12,345.6\n\t{"name": "x"} 你好 🙂  end'
 
@@ -185,17 +188,10 @@ class VllmEngine:
     # --- turns ------------------------------------------------------------------------------------------------
 
     async def generate(
-        self,
-        session: str,
-        ids: np.ndarray,
-        sampling: Sampling,
-        *,
-        version: int | None = None,
-        prefix: str | None = None,
-        forced_ids: np.ndarray | None = None,
-        priority: int = 0,
+        self, session: str, ids: np.ndarray, sampling: Sampling, **options: Unpack[Options]
     ) -> Generation:
         """See `Engine.generate`. A turn of a version that is not held continues on the one that is."""
+        version, forced_ids, priority = options.get("version"), options.get("forced_ids"), options.get("priority", 0)
         room = self.settings.config.model.context - len(ids)
         asked = sampling.max_new_tokens if forced_ids is None else len(forced_ids)
         if room < asked:
@@ -439,7 +435,7 @@ class VllmEngine:
                 text = await response.text()
         except aiohttp.ClientError as error:
             await self._lost(error)
-        if response.status >= 500 and not await self._healthy():
+        if response.status >= 500 and await self._unwell() is not None:
             await self._lost(None)
         if response.status != 200:
             raise EngineError(f"vLLM answered {path} with {response.status}: {_said(text)}")
@@ -456,25 +452,32 @@ class VllmEngine:
     async def _lost(self, error: aiohttp.ClientError | None) -> Any:
         """Wait for our own end if the server is gone. Raises: EngineError if it is not: a connection broke."""
         await asyncio.sleep(_POLL_S)
-        if error is not None and await self._healthy():
+        if error is not None and await self._unwell() is None:
             raise EngineError(f"a connection to vLLM broke ({type(error).__name__}: {error})")
         self._gone.set()
         await asyncio.Event().wait()
 
-    async def _healthy(self) -> bool:
+    async def _unwell(self) -> Exception | None:
+        """Why the server is not in service; None: it is."""
         try:
-            async with self._http.get("health", timeout=aiohttp.ClientTimeout(total=_LOOK_S)) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            return False
+            async with self._http.get("health", timeout=_LOOK) as response:
+                response.raise_for_status()
+                return None
+        except (aiohttp.ClientError, TimeoutError) as error:
+            return error
 
     async def _come_up(self) -> None:
         """Wait for the server, then see that it is what the run needs. Raises: ProcessFailed, ConfigError."""
         deadline_s, where = self.settings.config.engine.vllm.start_s, self.settings.url or "the vLLM server"
-        until = time.monotonic() + deadline_s
-        while not await self._healthy():
-            if time.monotonic() > until:
-                raise ProcessFailed(f"{where} was not up within engine.vllm.start_s = {deadline_s:g} s")
+        # A run's first start finds a given server listening; one that falls in the run may be started again meanwhile.
+        first = self.settings.url is not None and not any(Path(self.settings.store).glob("*/fingerprint.json"))
+        started = time.monotonic()
+        while (why := await self._unwell()) is not None:
+            waited = time.monotonic() - started
+            if waited > deadline_s:
+                raise ProcessFailed(f"{where} was not up within engine.vllm.start_s = {deadline_s:g} s: {_words(why)}")
+            if first and isinstance(why, _NOBODY) and waited > _REACH_S:
+                raise ProcessFailed(f"nobody answers at {where} (engine.vllm.urls): {_words(why)}; start it first")
             await asyncio.sleep(_POLL_S)
         check_version(json.loads(await self._get("version"))["version"], where)
         try:
@@ -501,9 +504,16 @@ class VllmEngine:
         sampling = {"max_tokens": 16, "temperature": 1.0, "seed": 0, "skip_special_tokens": False, **_PLAIN}
         body = {"token_ids": ours, "output_mode": "text", "sampling_params": sampling}
         (choice,) = (await self._post("inference/v1/generate", body))["choices"]
-        said, decoded = choice["text"], chat.decode(choice["token_ids"])
-        if said.rstrip("\ufffd") != decoded.rstrip("\ufffd"):
-            raise ConfigError(f"{where} says {said!r:.80}, but its ids decode to {decoded!r:.80}; mend its tokenizer")
+        if wrong := undecodable(chat, choice["token_ids"], choice["text"]):
+            raise ConfigError(f"{where}: {wrong}; mend its tokenizer")
+
+
+def _words(error: Exception) -> str:
+    """In a line."""
+    cause = getattr(error, "os_error", error)  # a connection's
+    if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
+        return os.strerror(cause.errno)
+    return getattr(cause, "strerror", None) or str(cause) or type(error).__name__
 
 
 def _said(text: str) -> str:

@@ -22,9 +22,12 @@ from typing import Any
 
 import springtide
 from springtide.config import Config, ConfigError, make_config
+from springtide.models.presets import ModelNotFound, kv_values
 
 SUPPORTED = "0.32"  # of vLLM: its RL routes change from one version to the next, and these are tested
 TRANSFER = "springtide"  # what `engine.vllm_worker` is called in vLLM's registry
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_KV_BYTES = "--kv-cache-memory-bytes"
 _BLOCK = 32  # tokens of a KV block on a CPU, where vLLM's own 128 would keep little of a short prompt
 _SERVE = "from springtide.engine.vllm_worker import serve; serve()"
 _ERROR = re.compile(r"\b([A-Z]\w*(?:Error|Exception)): (.+)")
@@ -97,13 +100,14 @@ def server_arguments(settings: VllmSettings, socket: str) -> list[str]:
         "--max-model-len": context,
         "--max-num-seqs": engine.max_batch,
         "--max-num-batched-tokens": max(engine.prefill_chunk, engine.max_batch),
-        "--kv-cache-memory-bytes": engine.kv_tokens * kv_bytes(Path(settings.model), settings.dtype),
         "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",  # what a model's own would change, top_p say, must not reach training
         "--scheduling-policy": "priority",
         "--weight-transfer-config": json.dumps({"backend": TRANSFER}),
         "--worker-extension-cls": "springtide.engine.vllm_worker.Registered",
     }
+    if not any(given.split("=")[0] == _KV_BYTES for given in engine.vllm.args):
+        arguments[_KV_BYTES] = engine.kv_tokens * kv_bytes(Path(settings.model), settings.dtype)
     flags = ["--enable-scale-out", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     if engine.device == "cpu":
         arguments["--block-size"] = _BLOCK
@@ -116,17 +120,16 @@ def server_arguments(settings: VllmSettings, socket: str) -> list[str]:
 
 
 def kv_bytes(model: Path, dtype: str) -> int:
-    """Bytes of a token's keys and values, for attention with key and value heads."""
-    config = json.loads((model / "config.json").read_text())
-    config = config.get("text_config", config)
-    heads = config["num_attention_heads"]
-    dim = config.get("head_dim") or config["hidden_size"] // heads
-    width = {"float32": 4}.get(dtype, 2)
-    return int(2 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * dim * width)
+    """Bytes of a token's keys and values, for attention with key and value heads. Raises: ConfigError."""
+    try:
+        return kv_values(model) * {"float32": 4}.get(dtype, 2)
+    except ModelNotFound as error:
+        raise ConfigError(f"{error}; say the cache's size: engine.vllm.args = ['{_KV_BYTES}', '...']") from None
 
 
 def server_environment(path: Path, device: str) -> dict[str, str]:
-    """What the server's processes see: of our packages only this one (in `path`), and nothing beyond loopback."""
+    """What the server's processes see: of our packages only this one (in `path`), nothing beyond loopback, and where
+    `device` has an index that GPU alone, as vLLM itself takes the first. Raises: ConfigError."""
     (path / "springtide").symlink_to(Path(springtide.__file__).parent)
     ours = {
         "PYTHONPATH": str(path),
@@ -137,6 +140,12 @@ def server_environment(path: Path, device: str) -> dict[str, str]:
     }
     if device == "cpu":
         ours |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    elif index := device.partition(":")[2]:
+        seen = os.environ.get(_VISIBLE)
+        names = seen.split(",") if seen else [str(i) for i in range(int(index) + 1)]
+        if int(index) >= len(names):
+            raise ConfigError(f"engine.device: {device}, but {_VISIBLE} = {seen} shows {len(names)} GPUs here")
+        ours[_VISIBLE] = names[int(index)]
     return {**os.environ, **ours}
 
 

@@ -13,6 +13,14 @@ from typing import Any
 # What the local engine runs (`models.decoder`).
 ARCHITECTURES = ("Gemma3ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 VLLM = 'what the local engine does not run, engine.kind = "vllm" may (docs/vllm.md)'
+# GPT-2's words and MPT's, for a config.json's usual ones.
+_ALSO = {
+    "num_hidden_layers": ("n_layer", "n_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "hidden_size": ("n_embd", "d_model"),
+    "intermediate_size": ("n_inner",),
+    "max_position_embeddings": ("n_positions", "max_seq_len"),
+}
 SHIPPED = {"springtide-nano": 512}  # name -> tokens an episode may reach in its evaluation, as in the quickstart
 
 
@@ -34,7 +42,7 @@ def resolve_model(name: str, *, key: str = "model.path") -> Path:
 
 def vocab_size(directory: Path) -> int:
     """Rows of the model's embedding, as its configuration says. Raises: ModelNotFound."""
-    size = _setting(directory, "vocab_size")
+    size = setting(directory, "vocab_size")
     if size is None:
         raise ModelNotFound(f"{directory}/config.json has no vocab_size")
     return size
@@ -42,13 +50,27 @@ def vocab_size(directory: Path) -> int:
 
 def max_positions(directory: Path) -> int | None:
     """Tokens the model can attend over, as its configuration says; None where it does not."""
-    return _setting(directory, "max_position_embeddings")
+    return setting(directory, "max_position_embeddings")
 
 
-def _setting(directory: Path, name: str) -> int | None:
+def kv_values(directory: Path) -> int:
+    """Keys and values of one token, of all layers, as the usual attention has them. Raises: ModelNotFound."""
+    layers, heads, hidden = (setting(directory, n) for n in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    if layers is None or not heads or hidden is None:
+        raise ModelNotFound(
+            f"{directory}/config.json does not tell its attention: num_hidden_layers, num_attention_heads, hidden_size"
+        )
+    dim = setting(directory, "head_dim") or hidden // heads
+    return 2 * layers * (setting(directory, "num_key_value_heads") or heads) * dim
+
+
+def setting(directory: Path, name: str) -> int | None:
+    """A whole number of the model's config.json by its usual name, None where it has none. Raises: ModelNotFound."""
     try:
         config = json.loads((directory / "config.json").read_text())
-        value = config.get(name, config.get("text_config", {}).get(name))
+        tables = (config, config.get("text_config") or {})
+        found = (table.get(key) for table in tables for key in (name, *_ALSO.get(name, ())))
+        value = next((value for value in found if value is not None), None)
     except (ValueError, AttributeError) as error:
         raise ModelNotFound(f"{directory}/config.json is not a model's configuration: {error}") from None
     return value if isinstance(value, int) else None

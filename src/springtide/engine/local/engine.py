@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from springtide.engine.local.core import EngineCore, Request
 from springtide.engine.local.kernels import PagedKernels, TorchPaged
 from springtide.engine.local.kv import BLOCK
 from springtide.engine.local.native import NativePaged, library, supports
-from springtide.engine.protocol import EngineError, EngineStats, Generation, Sampling
+from springtide.engine.protocol import EngineError, EngineStats, Generation, Options, Sampling
 from springtide.models.decoder import Decoder, DecoderConfig, sequence_logprobs
 from springtide.pace import Pace
 from springtide.weights.store import FingerprintMismatch, WeightStore
@@ -138,18 +138,10 @@ class LocalEngine:
     # --- turns ------------------------------------------------------------------------------------------------
 
     async def generate(
-        self,
-        session: str,
-        ids: np.ndarray,
-        sampling: Sampling,
-        *,
-        version: int | None = None,
-        prefix: str | None = None,
-        forced_ids: np.ndarray | None = None,
-        priority: int = 0,
+        self, session: str, ids: np.ndarray, sampling: Sampling, **options: Unpack[Options]
     ) -> Generation:
         """See `Engine.generate`. A cancelled call ends its turn; the session keeps what was computed."""
-        future, request = self._request(session, ids, sampling, version, prefix, forced_ids, priority)
+        future, request = self._request(session, ids, sampling, **options)
         self.core.submit(request)
         return (await self._results([session], [future]))[0]
 
@@ -165,18 +157,10 @@ class LocalEngine:
         return tuple(str(r) if isinstance(r, EngineError) else r for r in results)
 
     def _request(
-        self,
-        session: str,
-        ids: np.ndarray,
-        sampling: Sampling,
-        version: int | None = None,
-        prefix: str | None = None,
-        forced_ids: np.ndarray | None = None,
-        priority: int = 0,
+        self, session: str, ids: np.ndarray, sampling: Sampling, **options: Unpack[Options]
     ) -> tuple[asyncio.Future[Generation], Request]:
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-
-        forced = None if forced_ids is None else np.asarray(forced_ids, np.int32)
+        forced = None if (given := options.get("forced_ids")) is None else np.asarray(given, np.int32)
 
         def done(result: Generation | EngineError) -> None:
             if future.done():  # its caller gave up in this very step
@@ -188,8 +172,8 @@ class LocalEngine:
             else:
                 future.set_result(result)
 
-        request = Request(session, np.asarray(ids, np.int32), sampling, done, version, prefix, forced, priority)
-        return future, request
+        version, prefix, priority = options.get("version"), options.get("prefix"), options.get("priority", 0)
+        return future, Request(session, np.asarray(ids, np.int32), sampling, done, version, prefix, forced, priority)
 
     async def _results(
         self, sessions: list[str], futures: list[asyncio.Future[Generation]], *, refusals: bool = False
