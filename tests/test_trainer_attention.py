@@ -98,6 +98,19 @@ def test_without_a_compiler_the_trainer_says_so_once_and_computes_the_same(
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
 
 
+def test_a_header_that_changed_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "s.c").write_text('#include "vectors.h"\nint answer(void) { return ANSWER; }\n')
+    monkeypatch.setattr(compiled, "_HEADER", tmp_path / "vectors.h")
+    found = []
+    for number in (1, 2, 2):
+        (tmp_path / "vectors.h").write_text(f"#define ANSWER {number}\n")
+        library = compiled.load(tmp_path / "s.c", {"answer": ()}, "the test")
+        assert library is not None
+        found.append(library.answer())
+    assert found == [1, 2, 2] and len(list((tmp_path / "cache" / "springtide").glob("*.so"))) == 2
+
+
 def test_a_source_that_does_not_compile_is_one_line_with_the_compilers_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

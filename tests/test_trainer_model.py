@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GraniteConfig, GraniteForCausalLM
 
-from springtide.trainer.data import load_step
+from springtide.trainer.data import Row, load_step
 from springtide.trainer.model import ModelError, load_policy
+from springtide.trainer.packing import collate
 from springtide.trainer.step import Shape, accumulate_supervised
 from trainer_parts import VOCAB, tiny_model, write_groups
 
@@ -105,6 +107,45 @@ def test_architectures_the_local_engine_does_not_run_can_be_trained(tmp_path: Pa
     getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path)
     policy = load_policy(tmp_path)  # its log-probs are compared with the model's own
     assert policy.score(np.arange(2, 10, dtype=np.int32)).shape == (7,)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Qwen2Moe", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 3}),
+        ("Phimoe", {"sliding_window": 3}),
+        ("Llama4", {"attention_chunk_size": 4, "no_rope_layers": [1, 0], "intermediate_size_mlp": 32, "head_dim": 8}),
+    ],
+)
+def test_a_window_that_only_the_mask_tells_of_is_trained_on(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1, "shared_expert_intermediate_size": 8}
+    kind = getattr(transformers, f"{name}TextConfig" if name == "Llama4" else f"{name}Config")
+    config = kind(vocab_size=VOCAB, num_key_value_heads=1, **sizes, **experts, **special, **options)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model.save_pretrained(tmp_path)
+    model.set_attn_implementation("eager")
+    ids = np.arange(2, 14, dtype=np.int32)
+
+    def theirs() -> np.ndarray:
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+        return logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()
+
+    policy, expected = load_policy(tmp_path), theirs()
+    assert np.abs(policy.score(ids) - expected).max() < 1e-4
+    at, zeros = np.arange(1, len(ids)), np.zeros(len(ids) - 1, np.float32)
+    row = Row(("t", 0, 0, 0), ids, at, zeros, zeros.astype(np.int64), 0.0, 1.0)
+    with torch.no_grad():
+        ours = policy.logprobs(collate([row], policy.device), 1.0, 100).numpy()
+    assert np.abs(ours - expected).max() < 1e-4
+    model.config.sliding_window = model.config.attention_chunk_size = 100
+    assert np.abs(theirs() - expected).max() > 1e-3, "the window is to be seen"
 
 
 class LargestWithVocabulary(TorchDispatchMode):

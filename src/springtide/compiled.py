@@ -1,8 +1,8 @@
 """C sources of the package, compiled on first use, once a machine.
 
-Owns: which compiler, which flags, and where the result is kept. Invariants: two sources, compilers or processors never
-share a result; where there is no compiler, or it fails, there is one logged line and no library, and whoever asked uses
-PyTorch instead.
+Owns: which compiler, which flags, and where the result is kept. Invariants: two sources, headers, compilers or
+processors never share a result; where there is no compiler, or it fails, there is one logged line and no library, and
+whoever asked uses PyTorch instead.
 Called by: `engine.local.native`, `trainer.attention`, `weights.fingerprint`.
 """
 
@@ -27,6 +27,8 @@ POINTER, LONG, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 # No -ffast-math: it reorders sums at the compiler's will and, linked in, changes denormals for the whole process.
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-std=gnu11")
 
+_HEADER = Path(__file__).with_name("vectors.h")  # which any source may include
+
 
 def load(source: Path, signatures: Mapping[str, Sequence[Any]], user: str) -> ctypes.CDLL | None:
     """The compiled `source` with the argument types of its functions, or None where it cannot be built.
@@ -37,7 +39,8 @@ def load(source: Path, signatures: Mapping[str, Sequence[Any]], user: str) -> ct
     if compiler is None:
         log.warning("no C compiler (cc, gcc or clang): %s uses its PyTorch kernels, about half as fast", user)
         return None
-    identity = repr((source.read_bytes(), compiler, _FLAGS, platform.machine(), _cpu_flags()))
+    texts = (source.read_bytes(), _HEADER.read_bytes())
+    identity = repr((texts, compiler, _FLAGS, platform.machine(), _cpu_flags()))
     try:
         directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "springtide"
         target = directory / f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
@@ -45,7 +48,7 @@ def load(source: Path, signatures: Mapping[str, Sequence[Any]], user: str) -> ct
             directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=directory) as temporary:
                 built = Path(temporary) / "built.so"
-                command = [*compiler.split(), *_FLAGS, str(source), "-o", str(built), "-lm"]
+                command = [*compiler.split(), *_FLAGS, f"-I{_HEADER.parent}", str(source), "-o", str(built), "-lm"]
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
                 os.replace(built, target)
         loaded = ctypes.CDLL(str(target))  # fails where programs may not be loaded from the cache's file system

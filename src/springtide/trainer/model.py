@@ -37,9 +37,10 @@ class Policy:
     def __init__(self, model: PreTrainedModel, directory: Path) -> None:
         self.model, self.directory = model.eval(), directory
         self.adapter: Adapter | None = None
-        self._body = model.base_model
+        # Llama 4's base is called otherwise than it says.
+        self._body: Any = model.base_model if model.base_model is not model else getattr(model, "model", None)
         self.head = model.get_output_embeddings()
-        if self.head is None:
+        if self.head is None or self._body is None:
             raise ModelError(f"{directory}: {type(model).__name__} has no output embeddings; give a causal LM")
         # How the weights come to hand for a pass, and how many passes make one's own many: trainer.shards changes both.
         self.at_hand: Callable[..., Any] = lambda compute, *args: compute(*args)
