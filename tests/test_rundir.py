@@ -43,6 +43,19 @@ def test_a_run_is_resumed_under_any_spelling_of_its_place(tmp_path: Path, monkey
         _go(run_config(tmp_path, tmp_path / "elsewhere"), resume=True)
 
 
+def test_what_a_killed_process_wrote_goes_and_what_it_had_set_aside_comes_back(tmp_path: Path) -> None:
+    """Killed between two renames, a checkpoint that was written anew was lost: the old one and the new."""
+    directory = _go(run_config(tmp_path, tmp_path), resume=False)
+    for name in (".step-000004.9.old", ".step-000004.9.tmp", ".step-000002.9.old", "step-000002"):
+        (directory.checkpoints / name).mkdir()
+        (directory.checkpoints / name / "of").write_text(name)
+    _go(run_config(tmp_path, tmp_path), resume=True)
+    assert {p.name: (p / "of").read_text() for p in directory.checkpoints.iterdir()} == {
+        "step-000002": "step-000002",
+        "step-000004": ".step-000004.9.old",
+    }
+
+
 def test_checkpoints_are_newest_first_by_number(tmp_path: Path) -> None:
     """Sorted as text, step 1000000 stood before step 999999 and was taken for the oldest: never resumed, forgotten."""
     directory = RunDirectory(tmp_path)

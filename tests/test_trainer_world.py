@@ -189,6 +189,25 @@ def test_a_checkpoint_of_two_ranks_is_resumed_by_one_and_by_four(
         assert alone.train(items, 1)["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
+def test_a_damaged_checkpoint_is_found_by_one_rank_and_hashed_by_no_other(ranks, tmp_path: Path) -> None:
+    """Each of many ranks read all of a checkpoint's bytes once more."""
+    model, settings = tiny_model(tmp_path / "model"), tree()
+    alone = Rank()
+    alone.init(settings, str(model), store=str(tmp_path / "store"))
+    alone.publish(7)
+    alone.save(str(tmp_path / "c"))
+    with (tmp_path / "c" / "tokenizer.json").open("a") as file:
+        file.write(" ")  # which changes nothing but the sum
+    second = ranks.world(2, model, settings)
+    with pytest.raises(RemoteError, match=r"tokenizer\.json is missing or not what was written"):
+        ranks.world(2, model, settings, checkpoint=str(tmp_path / "c"))
+    until = time.monotonic() + 30
+    while second.wait(ranks.ranks[1].call("status", deadline_s=10))["version"] != 7 and time.monotonic() < until:
+        time.sleep(0.05)
+    states = [second.wait(rank.call("status", deadline_s=10))["version"] for rank in ranks.ranks[:2]]
+    assert states == [-1, 7]
+
+
 @pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
 def test_an_adapter_on_two_ranks_is_that_of_one_with_its_reference_for_free(
     ranks, tmp_path: Path, sharding: str

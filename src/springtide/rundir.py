@@ -148,9 +148,14 @@ def prepare(config: Config, *, resume: bool) -> tuple[RunDirectory, IO[str]]:
 
 
 def _remove_torn(directory: RunDirectory) -> None:
-    """Remove what a killed process was about to write: it takes its name only when it is whole."""
+    """Remove what a killed process was about to write: it takes its name only when it is whole. What it had set aside
+    to write anew, but had not yet, takes its name again."""
     for place in (directory.path, directory.trajectories, directory.checkpoints):
         for path in (*place.glob(".*.tmp"), *place.glob(".*.old")):
+            name = place / path.name[1:].rsplit(".", 2)[0]
+            if path.suffix == ".old" and not name.exists():
+                path.rename(name)
+                continue
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

@@ -138,7 +138,8 @@ class Rank:
         self._pace = Pace.of(self._config, role)
         torch.manual_seed(self._config.run.seed)
         torch.use_deterministic_algorithms(True, warn_only=True)
-        state, extra = files.read_state(Path(checkpoint)) if checkpoint else ({}, None)
+        verified = self._world.rank > 0
+        state, extra = files.read_state(Path(checkpoint), verified=verified) if checkpoint else ({}, None)
         lora = self._config.trainer.lora if role == "trainer" and self._config.trainer.lora.rank else None
         if checkpoint and bool(lora) != ("base" in state):
             held = "an adapter" if "base" in state else "whole weights"
