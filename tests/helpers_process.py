@@ -32,6 +32,14 @@ async def echo(socket_path: str, args: dict[str, Any]) -> None:
         await asyncio.Event().wait()
 
 
+async def once(socket_path: str, args: dict[str, Any]) -> None:
+    """As `echo`, where `args["marker"]` is no file yet, which it is then."""
+    if os.path.exists(args["marker"]):
+        raise RuntimeError("it was here before")
+    open(args["marker"], "w").close()
+    await echo(socket_path, args)
+
+
 async def broken(socket_path: str, args: dict[str, Any]) -> None:
     raise RuntimeError("the model file is missing")
 

@@ -13,6 +13,7 @@ from tests.run_support import new_child
 
 from springtide.config import ConfigError, make_config
 from springtide.process import ProcessFailed
+from springtide.runtime import ranks
 from springtide.runtime.local import open_runtime, weights_directory
 from springtide.runtime.ranks import Rank, keep_alive
 from springtide.wire import ConnectionLost
@@ -136,6 +137,25 @@ def test_a_rank_that_is_struck_in_its_first_start_is_started_once_more(tmp_path:
                 await rank.call("pid", deadline_s=5)
 
     asyncio.run(run())
+
+
+def test_a_rank_that_never_comes_up_again_ends_the_run_however_long_its_starts_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Starts that failed slower than deaths are forgotten went on for ever."""
+    monkeypatch.setattr(ranks, "_WINDOW_S", 0.01)
+
+    async def run() -> None:
+        rank = Rank(
+            "engine-0", "tests.helpers_process:once", {"marker": str(tmp_path / "marker")}, log_dir=tmp_path,
+            socket_path=str(tmp_path / "s"), start_s=60.0, restart=True, silent_s=60.0,
+        )  # fmt: skip
+        async with asyncio.timeout(60), keep_alive([rank]):
+            os.kill(await rank.call("pid", deadline_s=5), signal.SIGKILL)
+            await asyncio.Event().wait()
+
+    with pytest.raises(ProcessFailed, match=r"(?s)engine-0 ended with status 1 while starting.*it was here before"):
+        asyncio.run(run())
 
 
 def test_a_stopped_rank_that_may_not_be_restarted_ends_the_run_by_name(tmp_path: Path) -> None:

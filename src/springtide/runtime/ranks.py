@@ -76,7 +76,7 @@ class Rank:
         self._version: int | None = None
         self._switch = asyncio.Event()
         self.process: Supervised | None = None
-        self.up = asyncio.Event()
+        self.up, self._came_up = asyncio.Event(), False
         self.restarts = 0
         self.live = 0  # episodes in flight, for a rollout worker
 
@@ -97,8 +97,9 @@ class Rank:
             if failure is None:
                 continue  # as what its new role asks for
             deaths.append(time.monotonic())
-            while deaths[0] < time.monotonic() - _WINDOW_S:
+            while self._came_up and deaths[0] < time.monotonic() - _WINDOW_S:
                 deaths.popleft()
+            self._came_up = False  # what never comes up again, however long each start takes, has no more than these
             if not self._restart or len(deaths) > _RESTARTS:
                 raise failure
             self.restarts += 1
@@ -124,6 +125,7 @@ class Rank:
                     await self.call(program.take, deadline_s=self._start_s, version=self._version)
                 if not self._switch.is_set():
                     self.up.set()
+                    self._came_up = True
                 await _first(process.exited, process.client.lost, self._switch)
             except ConnectionLost:
                 pass  # it died while it was prepared
