@@ -161,11 +161,15 @@ def chosen(level: str, seen: list[Template], new: dict[str, list[Template]], gra
         ][: SIZES[split]]
         rng.shuffle(rows[split])
     odd: dict[tuple[str, tuple[str, ...]], Row] = {}
-    while len(odd) < SIZES["ood"]:
+    for _ in range(_TRIES * SIZES["ood"]):
+        if len(odd) == SIZES["ood"]:
+            break
         fresh = rng.random() < 0.6
         state, pools = rng.choice(new[rng.choice(sorted(new))] if fresh else even)
         row = _row(state, rng.choice(pools["test"]), rng.randrange(len(_ASKS)), not fresh)
         odd.setdefault((row[0], row[2]), row)
+    if len(odd) < SIZES["ood"]:
+        raise ValueError(f"{level}: {len(odd)} of {SIZES['ood']} questions of ood were found; look for more templates")
     return {**rows, "ood": list(odd.values())}
 
 
