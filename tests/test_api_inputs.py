@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import json
 import math
@@ -17,10 +18,13 @@ import pytest
 from typer.testing import CliRunner
 
 import springtide
+from springtide import api
 from springtide.api import _eval_config
 from springtide.cli.main import _of_files, app
-from springtide.config import ConfigError
+from springtide.config import ConfigError, RuntimeTable
+from springtide.env.suite import SuiteError
 from springtide.models.presets import resolve_model
+from springtide.trainer.suites import name_suites
 
 SUITE = f"{Path(__file__).parent / 'letters.py'}:Letters"
 
@@ -54,6 +58,26 @@ def test_an_evaluated_episode_may_reach_what_the_model_can_attend_over_or_what_i
     config, path, _ = _eval_config(model, SUITE, "test", "default", 32, 0, sets)
     assert (config.model.context, config.model.tool_format, config.rollout.max_turns) == (300, "plain", 2)
     assert (config.rollout.max_new_tokens, path) == (32, model)
+
+
+@pytest.mark.parametrize("target", ["springtide-nano", "http://127.0.0.1:9/v1"])
+def test_a_suite_whose_tasks_or_import_do_not_return_holds_no_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    """It was loaded by the caller itself, which it held for ever."""
+    file, use = tmp_path / "author.py", f"{tmp_path / 'author.py'}:Sleeps"
+    monkeypatch.setattr(api, "name_suites", functools.partial(name_suites, tasks_s=1.0))
+    monkeypatch.setattr(api, "RuntimeTable", lambda: RuntimeTable(start_s=1.0))
+    file.write_text(
+        f"import sys, time\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "from tests.letters import Letters\n\n"
+        "class Sleeps(Letters):\n    def tasks(split, level): time.sleep(1000)\n"
+    )
+    with pytest.raises(SuiteError, match=r"tasks\('test', 'quick'\) did not return within 1 s; make a task"):
+        springtide.evaluate(target, use, level="quick")
+    file.write_text("import time\ntime.sleep(1000)\n")
+    with pytest.raises(SuiteError, match="its import did not return within 1 s; try `springtide doctor env"):
+        springtide.evaluate(target, use)
 
 
 def test_an_evaluation_is_played_as_it_was_set() -> None:

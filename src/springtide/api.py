@@ -22,13 +22,13 @@ from springtide.config import (
     Config,
     ConfigError,
     EngineTable,
+    RuntimeTable,
     apply_set,
     load_config,
     make_config,
 )
 from springtide.engine.openai import ChatEndpoint, check_url
 from springtide.env.local import LocalClient, LocalRunner
-from springtide.env.registry import load_suite
 from springtide.models.presets import SHIPPED, check_weights, max_positions, resolve_model, vocab_size
 from springtide.observe.metrics import Summary
 from springtide.observe.report import write_report
@@ -44,6 +44,7 @@ from springtide.trace import TaskRef, is_finite
 from springtide.trainer.loop import train as run_loop
 from springtide.trainer.start import open_run
 from springtide.trainer.stop import Stop
+from springtide.trainer.suites import find_level, name_suites
 
 _MOST_EPISODES = 1_000_000
 
@@ -137,7 +138,7 @@ def evaluate(
         _check_budget(target, budget)
     level = level or default_level(target, suite)
     config, path, adapter = _eval_config(target, suite, split, level, max_new_tokens, seed, tuple(sets))
-    load_suite(suite).select(split, level)
+    asyncio.run(name_suites(config.suites, import_s=config.runtime.start_s))
     if path is not None:
         check_vocab(load_chat(path, config.model.tool_format), vocab_size(path))
         check_weights(path)
@@ -178,7 +179,7 @@ def default_level(target: str | Path, suite: str) -> str:
     file = RunDirectory(Path(target)).config
     entries = load_config(file).suites if os.path.isfile(file) else ()
     trained = (e.level for e in entries if apart_from_place(e.use) == apart_from_place(suite))
-    return next(filter(None, trained), None) or load_suite(suite).default_level
+    return next(filter(None, trained), None) or asyncio.run(find_level(suite, import_s=RuntimeTable().start_s))
 
 
 def _check_counts(**counts: Any) -> None:

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 LEASE_S = 60.0
 BLOCK_S = 60.0  # an event loop that has not turned for this long is stuck in someone's code
-DRAIN_S = 300.0
+_DRAIN_S = 300.0
 _PING_S = 0.25  # how soon a worker's wish to be replaced is seen; a death is seen at once
 # An answer may be this late: a worker's own deadlines come first, and one that is stopped or stuck is killed before, so
 # that its sessions are lost with it and nothing that is late is the environment's fault.
@@ -68,7 +68,6 @@ class LocalRunner:
         *,
         lease_s: float = LEASE_S,
         block_s: float = BLOCK_S,
-        drain_s: float = DRAIN_S,
         start_s: float = 120.0,
         silent_s: float = SILENT_S,
         launch: Launcher = start_process,
@@ -76,7 +75,7 @@ class LocalRunner:
     ) -> None:
         self._args = {"suites": list(suites), "lease_s": lease_s, "block_s": block_s, "log_dir": str(log_dir)}
         self._workers, self._log_dir, self._launch, self._directory = workers, log_dir, launch, directory
-        self._block_s, self._drain_s, self._start_s, self._silent_s = block_s, drain_s, start_s, silent_s
+        self._block_s, self._start_s, self._silent_s = block_s, start_s, silent_s
         self._counts: Counter[str] = Counter()
         self._running: dict[Supervised, Counter[str]] = {}
         self._held = contextlib.ExitStack()
@@ -207,7 +206,7 @@ class LocalRunner:
                     life.over.set()
                 if life.succeeded:
                     if not drain_until:
-                        drain_until = time.monotonic() + self._drain_s
+                        drain_until = time.monotonic() + _DRAIN_S
                         await process.client.call("retire", deadline_s=_GRACE_S)
                     elif state["sessions"] == 0 or time.monotonic() > drain_until:
                         return

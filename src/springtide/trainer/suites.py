@@ -1,15 +1,16 @@
-"""What a run's suites are called, asked of a child process before the run starts.
+"""What the suites of a run or an evaluation are called, asked of a child process before anything else starts.
 
 Owns: how long an author's import and `tasks` may take, and what is said when they do not return. Invariants: no
 author's code runs in the driver, which it could hold or end; whatever it does, the answer is one line in time that
 names the suite and a remedy.
-Called by: `trainer.start`; the child runs `main`.
+Called by: `trainer.start`, `springtide.api`; the child runs `main`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from springtide.env.guard import authored
@@ -30,15 +31,27 @@ async def name_suites(entries: Sequence[SuiteEntry], *, import_s: float, tasks_s
     than `tasks_s` is ended.
     """
     names = []
+    async with _child() as child:
+        for entry in entries:
+            names.append(await _ask(child, entry.use, "its import", import_s, "name"))
+            which = {"split": entry.split, "level": entry.level}
+            shown = ", ".join(repr(value) for value in which.values() if value is not None)
+            await _ask(child, entry.use, f"tasks({shown})", tasks_s, "tasks", **which)
+    return names
+
+
+async def find_level(use: str, *, import_s: float) -> str:
+    """The level of a suite where none is named. Raises: SuiteError."""
+    async with _child() as child:
+        return str(await _ask(child, use, "its import", import_s, "level"))
+
+
+@contextlib.asynccontextmanager
+async def _child() -> AsyncIterator[Process]:
     with scratch_directory("springtide-suites-") as directory:
         log = directory / "log"
         async with start_process("suites", "springtide.trainer.suites:main", {}, log_path=log) as child:
-            for entry in entries:
-                names.append(await _ask(child, entry.use, "its import", import_s, "name"))
-                which = {"split": entry.split, "level": entry.level}
-                shown = ", ".join(repr(value) for value in which.values() if value is not None)
-                await _ask(child, entry.use, f"tasks({shown})", tasks_s, "tasks", **which)
-    return names
+            yield child
 
 
 async def _ask(child: Process, use: str, what: str, deadline_s: float, method: str, **payload: Any) -> Any:
@@ -63,13 +76,15 @@ async def _ask(child: Process, use: str, what: str, deadline_s: float, method: s
 
 
 async def main(socket_path: str, args: dict[str, Any]) -> None:
-    """Answer `name` and `tasks` (how many there are) of a suite until cancelled."""
+    """Answer `name`, `level` (the default one) and `tasks` (how many there are) of a suite until cancelled."""
 
     async def handle(peer: Peer, method: str, payload: dict[str, Any]) -> Any:
         use = payload["use"]
         with authored(use):
             suite = load_suite(use)  # imported once: a second call finds it
-            return suite.name if method == "name" else len(suite.select(payload["split"], payload["level"]))
+            if method == "tasks":
+                return len(suite.select(payload["split"], payload["level"]))
+            return suite.name if method == "name" else suite.default_level
 
     async with serve(socket_path, handle):
         await asyncio.Event().wait()
