@@ -97,14 +97,7 @@ def scratch_directory(prefix: str = "springtide-", parent: Path | None = None) -
     """A new directory that goes when the block ends, or with this process, whatever ends it."""
     path = tempfile.mkdtemp(prefix=prefix, dir=parent)
     try:
-        sweeper = subprocess.Popen(
-            ["/bin/sh", "-c", _SWEEP, "springtide-sweeper", path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # what is sent to a terminal's programs or to our group is not meant for it
-            env={"PATH": os.environ.get("PATH", os.defpath)},  # by their environment a dead Ray's processes are killed
-        )
+        sweeper = start_sweeper(_SWEEP, path)
         try:
             yield Path(path)
         finally:
@@ -114,6 +107,21 @@ def scratch_directory(prefix: str = "springtide-", parent: Path | None = None) -
             sweeper.wait()
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def start_sweeper(script: str, *args: str) -> subprocess.Popen[bytes]:
+    """A shell that runs `script` with `args` in a session of its own; its input ends with this process, if not before.
+
+    Its environment is bare: by theirs a dead Ray's processes are found.
+    """
+    return subprocess.Popen(
+        ["/bin/sh", "-c", script, "springtide-sweeper", *args],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # what is sent to a terminal's programs or to our group is not meant for it
+        env={"PATH": os.environ.get("PATH", os.defpath)},
+    )
 
 
 def root_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -18,7 +18,6 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from typing import Any
 
 import springtide
 from springtide.config import Config, ConfigError
-from springtide.process import ProcessFailed, connect, log_tail, scratch_directory
+from springtide.process import ProcessFailed, connect, log_tail, scratch_directory, start_sweeper
 from springtide.runtime.launch import Places
 from springtide.runtime.ray_host import Host, describe
 from springtide.wire import Client
@@ -142,13 +141,7 @@ def _connected(config: Config, bundles: list[dict[str, float]]) -> Iterator[Any]
 @contextlib.contextmanager
 def _swept(scratch: Path) -> Iterator[None]:
     """What belongs to the Ray in `scratch` ends with the block, or with this process, whatever ends it."""
-    sweeper = subprocess.Popen(
-        ["/bin/sh", "-c", _SWEEP, "springtide-sweeper", str(scratch), str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    sweeper = start_sweeper(_SWEEP, str(scratch), str(os.getpid()))
     try:
         yield
     finally:
