@@ -165,6 +165,11 @@ class Gates:
             return f"staleness gate: {state.pending} groups pending, at most {most} at bound {b.bound}"
         if len(state.playing) >= b.concurrency:
             return f"concurrency: {b.concurrency} groups in flight"
+        return self.crowded(state)
+
+    def crowded(self, state: Readiness) -> str | None:
+        """Whether the environments are taken. A group larger than all of them is played alone."""
+        b = self.bounds
         if b.environments is not None and state.alive and state.alive + b.members > b.environments:
             return f"environments: {state.alive} of {b.environments} open, a group needs {b.members}"
         return None

@@ -167,11 +167,9 @@ class TaskBatching:
             pool = pools.dirty[name]
             if pool is reserved or name in pools.away:
                 continue  # to be looked at again when that has passed
-            if (top := pool.home.top()) is not None:
-                if best is not reserved and self._fuller(pool, best) and fits(best, top.context):
-                    return [go(top, best)]
-                if fits(pool, top.context):
-                    return [go(top, pool)]
+            if (top := pool.home.top()) is not None and fits(pool, top.context):
+                moves = best is not reserved and self._fuller(pool, best) and fits(best, top.context)
+                return [go(top, best if moves else pool)]
             del pools.dirty[name]  # nothing fits until an event touches it
         if (top := pools.parked.top()) is not None and best is not reserved:
             home = pools.home(top)
@@ -185,8 +183,10 @@ class TaskBatching:
         return []
 
     def _fuller(self, pool: Pool, than: Pool) -> bool:
-        """Whether affinity is broken: by more episodes than `margin`, and more than `times` as many."""
+        """Whether affinity is broken: by more episodes than `margin` and `times` as many, or where nobody plays."""
         more, fewer = pool.rank.live, than.rank.live
+        if fewer == 0:
+            return more > 0
         return more - fewer > self.rules.margin and more > self.rules.times * fewer
 
     def _beside(self, state: Readiness, episode: Episode, best: Pool) -> Pool:

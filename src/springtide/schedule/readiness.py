@@ -547,6 +547,8 @@ class Readiness:
     def _step_ended(self, step: int, now: float) -> None:
         if step < self.step:
             raise InvalidEvent(f"the step fell from {self.step} to {step}")
+        if self.step_running and step == self.step:
+            raise InvalidEvent(f"step {step} ended already, and a later one is under way")
         if self.step_running:
             self.step_s.add(now - self._step_from)
             self.train_wait_s.add(self._train_waited)

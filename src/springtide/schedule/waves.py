@@ -32,7 +32,9 @@ class Waves(Gates):
         if state.step_running:
             return "synchronous: the trainer works on the last batch"
         due = self._due if state.playing else self.bounds.groups - len(state.buffer)
-        return None if due > 0 else f"synchronous: {len(state.playing)} groups of this wave in flight"
+        if due <= 0:
+            return f"synchronous: {len(state.playing)} groups of this wave in flight"
+        return self.crowded(state)
 
 
 class OneAhead(Gates):
