@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,8 @@ class Answers:
     label: str = "default"
     paused: bool = False
     updating: bool = False
+    stuck: bool = False  # it answers no pause
+    deaf: Callable[[], Awaitable[None]] | None = None  # it listens no more; what it has been asked goes on
     asked: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
 
     def paths(self) -> list[str]:
@@ -64,6 +66,8 @@ async def fake_vllm(answers: Answers) -> AsyncIterator[str]:
             case "update_weights" if answers.update[0] != 200:
                 answers.updating = False
                 return web.json_response({"error": {"message": answers.update[1]}}, status=answers.update[0])
+            case "pause" if answers.stuck:
+                await asyncio.Event().wait()
             case "pause" | "resume":
                 answers.paused = path == "pause"
             case "start_weight_update" | "finish_weight_update" if answers.updating == path.startswith("start"):
@@ -102,6 +106,7 @@ async def fake_vllm(answers: Answers) -> AsyncIterator[str]:
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
+    answers.deaf = site.stop
     assert site._server is not None
     try:
         yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"

@@ -425,6 +425,28 @@ async def test_a_server_that_goes_away_ends_the_engine_and_answers_no_turn(
     turn.cancel()
 
 
+@asynchronous
+async def test_a_server_that_hangs_in_an_update_and_listens_no_more_ends_the_engine(
+    tiny_model: Path, tmp_path: Path, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM, its core killed while it paused, waited for our call to end before it did; the run stood for minutes."""
+    monkeypatch.setattr(vllm, "_LOOK_EVERY_S", 0.1)
+    publish(tmp_path / "s", 1, 2)
+    answers.canary = (-1.0, -1.0)
+    loading: asyncio.Task[None] | None = None
+    with pytest.raises(ProcessFailed, match="does not answer any more"):
+        async with opened(tiny_model, tmp_path / "s", answers) as engine:
+            await engine.load(1)
+            await asyncio.sleep(0.5)  # many looks: it is well
+            answers.stuck = True
+            loading = asyncio.create_task(engine.load(2))
+            await asyncio.sleep(0.1)
+            assert answers.deaf is not None
+            await answers.deaf()
+            await asyncio.sleep(10)
+    assert loading is not None and loading.cancel()
+
+
 # --- where turns and versions go ---------------------------------------------------------------------------------
 
 

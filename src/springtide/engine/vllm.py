@@ -40,6 +40,7 @@ from springtide.process import ProcessFailed, scratch_directory, task_group
 MIN_TEMPERATURE = 0.01  # vLLM samples anything between 0 and this as if it were this
 _POLL_S, _LAST_WORDS_S = 0.2, 10.0
 _LOOK = aiohttp.ClientTimeout(5.0, sock_connect=2.0)  # whether it is up
+_LOOK_EVERY_S, _LOOKS = 2.0, 3  # once it is up; failures in a row that mean its end
 _REACH_S = 3.0  # for a given server to take a connection
 _NOBODY = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)  # refused, no such host, no way to it
 _BFLOAT16_TOLERANCE = 0.5  # of a canary against a publisher in float32, as in `engine.local`
@@ -165,8 +166,10 @@ class VllmEngine:
             async with task_group() as tasks:
                 watcher = tasks.create_task(engine._watch(server))
                 await engine._come_up()
+                looker = tasks.create_task(engine._look())
                 yield engine
                 watcher.cancel()
+                looker.cancel()
 
     async def _watch(self, server: Server | None) -> None:
         """Raises: ProcessFailed once the server is gone; one of ours that does not answer gets a moment to say why."""
@@ -184,6 +187,15 @@ class VllmEngine:
                 ended.cancel()
                 raise ProcessFailed(f"{where} does not answer any more{server.cause}")
         raise ProcessFailed(ended.result())
+
+    async def _look(self) -> None:
+        """Notice a server that listens no more although our calls hang: one whose core died waits for them to end."""
+        failed = 0
+        while failed < _LOOKS:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            slow_or_well = not isinstance(await self._unwell(), aiohttp.ClientError)
+            failed = 0 if slow_or_well else failed + 1
+        self._gone.set()
 
     # --- turns ------------------------------------------------------------------------------------------------
 
