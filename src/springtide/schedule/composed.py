@@ -52,7 +52,7 @@ class Roles:
         self._published = -1
 
     def observe(self, state: Readiness, event: Event, touched: list[Episode]) -> None:
-        if isinstance(event, (RoleChanged, RankLeft)):
+        if self.asked and isinstance(event, (RoleChanged, RankLeft)):
             self.asked.pop(event.rank, None)
         elif isinstance(event, Began):
             self.asked.clear()
@@ -82,6 +82,8 @@ class Roles:
 
     def away(self, state: Readiness) -> set[str]:
         """Ranks that play and were asked to do something else."""
+        if not self.asked:
+            return set()
         # What was not done by the end of the next step was refused.
         self.asked = {name: ask for name, ask in self.asked.items() if state.step <= ask[1] + 1}
         return {name for name, (role, _) in self.asked.items() if role != "rollout"}

@@ -53,7 +53,7 @@ class TaskBatching:
 
     def __init__(self, bounds: Bounds, rules: Rules) -> None:
         self.bounds, self.rules = bounds, rules
-        self.pools = Pools(Order(_back, _out, self._held), decay=rules.decay, head_room=rules.head_room)
+        self.pools = Pools(Order(_back, _out, self._held, self._needs), decay=rules.decay, head_room=rules.head_room)
         self._plan: list[tuple[int, Episode]] = []  # to be paused, unless touched meanwhile
         self._probing: dict[int, str] = {}  # visit -> suite, of groups whose other members are held
 
@@ -216,10 +216,10 @@ class TaskBatching:
         used = pools.used
         if self.rules.estimate == "mean":
             each = max((_mean_context(state, suite) for suite in state.suites), default=0.0)
-            flying = state.alive - len(state.waiting) - len(state.parked)
-            if pools.tokens > 0:  # the young will grow to the mean; what acts counts for as little as it does now
-                used *= max(1.0, flying * each / pools.tokens)
+            if pools.tokens > 0:  # what acts counts for as little as it does now
                 each *= min(1.0, pools.used / pools.tokens)
+            # The young will grow to the mean.
+            used = max(used, (state.alive - len(state.waiting) - len(state.parked)) * each)
         else:
             each = max((self._first_turn(state, suite) for suite in state.suites), default=0.0)
         most = self.rules.admit_share * pools.budget

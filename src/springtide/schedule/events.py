@@ -129,7 +129,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class TurnEnded:
-    """A turn is sampled and its tool acts. context: tokens up to its end."""
+    """A turn is sampled and its tool acts. context: tokens up to its end; 0 where none was: its environment opens."""
 
     t: float
     visit: int

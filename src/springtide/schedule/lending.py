@@ -17,6 +17,7 @@ from springtide.schedule.readiness import Readiness
 
 _SAVES = 0.1  # of the wait, at least
 _SWITCH_S = 5.0  # one change of role: half of verl's guess for both
+_NEWS = frozenset({Began, RankJoined, RankLeft, Ready, RoleChanged, StepEnded})
 
 
 class Lending(Elastic):
@@ -31,6 +32,8 @@ class Lending(Elastic):
 
     def observe(self, state: Readiness, event: Event, touched: list[Episode]) -> None:
         super().observe(state, event, touched)
+        if type(event) not in _NEWS:
+            return
         if isinstance(event, (RankJoined, RankLeft, RoleChanged)):
             self._want = None
             self.kept &= state.ranks.keys()
@@ -40,8 +43,7 @@ class Lending(Elastic):
             self._lends = self._pays(state)
         elif isinstance(event, Began):
             self._lends = True
-        news = isinstance(event, (Ready, StepEnded, RoleChanged))
-        if news and self._lends and not state.step_running and self._nearly(state):
+        if self._lends and not state.step_running and self._nearly(state):
             self._lends = False
 
     def _shared(self, name: str, state: Readiness) -> bool:

@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from springtide.schedule.events import Action, Began, Event, RankJoined, RankLeft, Resume, RoleChanged, Route
+from springtide.schedule.events import Action, Began, Event, RankJoined, RankLeft, Resume, RoleChanged, Route, TurnEnded
 from springtide.schedule.footprint import Decay, Footprint, Part
 from springtide.schedule.parts import Episode, Key, RankState
 from springtide.schedule.readiness import Readiness
 
 _SWEEP_S = 1.0  # what acts decays although nothing happens to its rank
+
+
+_OF_RANKS = frozenset({Began, RankJoined, RankLeft, RoleChanged})
 
 
 class Mark:
@@ -86,6 +89,7 @@ class Order:
     back: Callable[[Episode], Any]
     out: Callable[[Episode], Any]
     held: Callable[[Readiness, Episode], bool]
+    needs: Callable[[Readiness, Episode], float]  # tokens, of one whose environment opens
 
 
 class Pools:
@@ -104,24 +108,17 @@ class Pools:
         self.used, self.tokens, self.budget = 0.0, 0, 0  # of all pools; tokens: nothing decayed
         self._rooms: list[tuple[float, str, int]] = []
         self._stamp = 0
+        self._growth = 0.0
         self._swept = float("-inf")
 
     # --- following ----------------------------------------------------------------------------------------------------
 
     def observe(self, state: Readiness, event: Event, touched: Iterable[Episode]) -> None:
         now = state.now
-        if isinstance(event, Began):
-            self.reset()
-        elif isinstance(event, (RankJoined, RoleChanged)):
-            self.away.discard(event.rank)
-            self._drop(event.rank)
-            if event.role == "rollout":
-                pool = self.pools[event.rank] = Pool(state.ranks[event.rank], self.decay)
-                self.budget += pool.rank.budget
-                self._refresh(state, pool)
-        elif isinstance(event, RankLeft):
-            self.away.discard(event.rank)
-            self._drop(event.rank)
+        if type(event) is TurnEnded:
+            self._growth = growth(state)
+        elif type(event) in _OF_RANKS:
+            self._ranks(state, event)
         for episode in touched:
             self._count(state, episode, now)
         if self.decay.kind != "constant" and now - self._swept >= _SWEEP_S:
@@ -129,9 +126,21 @@ class Pools:
             for pool in self.pools.values():
                 self._refresh(state, pool)
 
+    def _ranks(self, state: Readiness, event: Event) -> None:
+        if isinstance(event, Began):
+            self.reset()
+        elif isinstance(event, (RankJoined, RoleChanged, RankLeft)):
+            self.away.discard(event.rank)
+            self._drop(event.rank)
+            if not isinstance(event, RankLeft) and event.role == "rollout":
+                pool = self.pools[event.rank] = Pool(state.ranks[event.rank], self.decay)
+                self.budget += pool.rank.budget
+                self._refresh(state, pool)
+
     def follow(self, state: Readiness) -> None:
         """Take in a state that nobody followed so far, whole."""
         self.reset()
+        self._growth = growth(state)
         for rank in state.ranks.values():
             self.observe(state, RankJoined(state.now, rank.name, rank.role, rank.budget), ())
         for groups in (state.playing, state.evaluations):
@@ -160,7 +169,7 @@ class Pools:
             ):
                 pool.footprint.take(mark.part, now)
                 mark.part = None
-            if pool is not here:
+            if pool is not here and self.pools.get(pool.name) is pool:
                 self._refresh(state, pool)
         mark.pool = here
         if phase == "decoding" and here is not None:
@@ -171,7 +180,8 @@ class Pools:
                 here.decoding.push(self._order.out(episode), mark.stamp, episode, here.rank.live)
         elif phase == "acting" and here is not None and not episode.parked:
             if mark.part is None:
-                mark.part = here.footprint.add(episode.context, episode.since, now)
+                tokens = episode.context or int(self._order.needs(state, episode))
+                mark.part = here.footprint.add(tokens, episode.since, now)
             here.acting.push(self._order.out(episode), mark.stamp, episode, here.rank.live)
         self._line_up(state, episode, mark, here)
         if here is not None:
@@ -205,14 +215,12 @@ class Pools:
     def _refresh(self, state: Readiness, pool: Pool) -> None:
         """Reckon anew what it holds and what fits: its budget less `used`, less one more turn of each episode (at
         least `head_room` of the budget; tiderl_async 1.8.2)."""
-        if self.pools.get(pool.name) is not pool:
-            return
         rank = pool.rank
         used = rank.decoding_tokens + pool.footprint.value(state.now)
         self.used += used - pool.used
         self.tokens += rank.tokens - pool.tokens
         pool.used, pool.tokens = used, rank.tokens
-        pool.growth = growth(state)
+        pool.growth = self._growth
         spare = max(self._head_room * rank.budget, pool.growth * rank.live)
         pool.room = rank.budget - spare - used
         self._stamp += 1

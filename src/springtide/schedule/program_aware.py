@@ -28,7 +28,7 @@ class ProgramAware:
     was touched meanwhile is void."""
 
     def __init__(self) -> None:
-        order = Order(_largest, _smallest, lambda state, episode: False)
+        order = Order(_largest, _smallest, lambda state, episode: False, lambda state, episode: 0.0)
         self._pools = Pools(order, decay=Decay("exponential", _TICK_S), head_room=0.0)
         self._begin()
 

@@ -150,21 +150,21 @@ class Readiness:
                     self.flying.add(self.alive - len(self.waiting) - len(self.parked))
                 self._leave(episode)
                 stats = self.suites.get(episode.group.suite)
-                if stats is not None:
+                if stats is not None and context:
                     stats.sampled.add(max(0, sampled))
                     if episode.turns:
                         stats.growth.add(max(0, context - episode.turn_context))
                     else:
                         stats.first.add(context)
                 episode.turn_context = context
-                episode.turns += 1
+                episode.turns += context > 0  # before the first its environment opens
                 self._enter(episode, "acting", context, now)
             case Returned(_, visit, member, context):
                 episode = self._episode(visit, member, "acting")
                 _plausible(context)
                 self._leave(episode)
                 stats = self.suites.get(episode.group.suite)
-                if stats is not None:
+                if stats is not None and episode.context:
                     stats.tool_s.add(now - episode.since)
                 if episode.parked or episode.rank is None:
                     episode.phase, episode.context, episode.since = "returned", context, now

@@ -38,11 +38,13 @@ from springtide.schedule.waves import OneAhead, Waves
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """make: of bounds and the layout it starts with; layout: of a cluster; summary: one line, with its source."""
+    """make: of bounds and the layout it starts with; layout: of a cluster; summary: one line, with its source; swept:
+    it is to be started at the best `Cluster.share` of all."""
 
     make: Callable[[Bounds, Layout], Policy]
     layout: Callable[[Cluster], Layout]
     summary: str
+    swept: bool = False
 
 
 # Ours. A tool away for longer than computing the context again would take has lost its claim to KV by then: a budget of
@@ -116,6 +118,7 @@ POLICIES: dict[str, Entry] = {
         lambda b, at: ClusterPolicy(b, LeastLoaded(), Roles(b, at)),
         lambda c: split(c, 0.5),
         "fixed_split at the best share of a sweep, which the caller makes with `Cluster.share`",
+        swept=True,
     ),
     "tiderl": Entry(
         lambda b, at: ClusterPolicy(b, TaskBatching(b, Rules()), Signals(b, at)),
