@@ -19,6 +19,11 @@ def kind_of(name: str) -> str:
     return head if number.isdigit() else name
 
 
+def under_lit(lamp: str, world: World) -> bool:
+    """Whether the agent stands where a lamp of this kind is lit."""
+    return world.at is not None and any(i.kind.name == lamp and "lit" in i.states for i in world.at.holds)
+
+
 @dataclass(frozen=True, slots=True)
 class Want:
     """`count` objects of a kind in all of `states`; `exact`: so many and no more, with none of the kind in the hand."""
@@ -65,9 +70,7 @@ class Errand:
                 for item in place.holds
             )
         if self.kind == "look":
-            held, at = world.held, world.at
-            lit = at is not None and any(i.kind.name == self.place and "lit" in i.states for i in at.holds)
-            return lit and held is not None and self.wants[0].fits(held)
+            return under_lit(self.place, world) and world.held is not None and self.wants[0].fits(world.held)
         return any(
             self.is_named(place.name, place.room)
             and not (self.shut and place.is_open)

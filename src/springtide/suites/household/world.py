@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from springtide.suites.household.furnishings import BLADES, OBJECTS, PLACES
-from springtide.suites.household.goals import Errands, kind_of
+from springtide.suites.household.goals import Errands, kind_of, under_lit
 from springtide.suites.household.tables import Receptacle, Thing
 
 Call = tuple[str, dict[str, str]]
@@ -108,13 +108,7 @@ class Goal:
 
     def holds(self, world: World) -> bool:
         if self.kind == "look":
-            held, at = world.held, world.at
-            return (
-                held is not None
-                and at is not None
-                and self.wants(held)
-                and any(i.kind.name == self.place and "lit" in i.states for i in at.holds)
-            )
+            return under_lit(self.place, world) and world.held is not None and self.wants(world.held)
         state = _BECOMES[self.kind][0] if self.kind in _BECOMES else ""
         there = sum(
             item.place is not None
