@@ -100,6 +100,7 @@ def test_few_tokens_meet_few_experts_and_many_meet_all() -> None:
 # 80 GB devices (how many); thousands of prefilled, and of trained (6N), tokens a second and H100.
 PUBLISHED = {
     "qwen2.5-7b": (7.62, 7.62, 56, 0.90, 1, 32, 7.6),
+    "qwen3-4b": (4.02, 4.02, 144, 0.406, 1, 61, 14.4),
     "qwen3-8b": (8.2, 8.2, 144, 0.35, 1, 30, 7.0),
     "qwen2.5-14b": (14.7, 14.7, 192, 0.20, 1, 17, 3.9),
     "qwen3-14b": (14.8, 14.8, 160, 0.24, 1, 17, 3.9),

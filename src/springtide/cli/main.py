@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import springtide
-from springtide.cli import compare, doctor, evaluate, export, quickstart, train, view
+from springtide.cli import advise, compare, doctor, evaluate, export, quickstart, simulate, train, view
 from springtide.config import ConfigError
 
 app = typer.Typer(
@@ -45,6 +45,8 @@ app.command("eval")(evaluate.command)
 app.command("compare")(compare.command)
 app.command("view")(view.command)
 app.command("export")(export.command)
+app.command("simulate")(simulate.command)
+app.command("advise")(advise.command)
 app.add_typer(doctor.app, name="doctor", help="Check an environment, a model or a configuration before you rely on it.")
 
 

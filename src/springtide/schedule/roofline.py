@@ -68,6 +68,7 @@ def _qwen(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **mor
 # What the models' `config.json` say.
 MODELS: dict[str, dict[str, int]] = {
     "qwen2.5-7b": _qwen(3584, 18944, 28, 28, 4, vocab_size=152064),
+    "qwen3-4b": {**_qwen(2560, 9728, 36, 32, 8), "tie_word_embeddings": 1},
     "qwen3-8b": _qwen(4096, 12288, 36, 32, 8),
     "qwen2.5-14b": _qwen(5120, 13824, 48, 40, 8, vocab_size=152064),
     "qwen3-14b": _qwen(5120, 17408, 40, 40, 8),
@@ -173,6 +174,10 @@ class Roofline:
         weights = _BF16 * self.shape.met(prefill + decode) / self._bandwidth
         attention = self._attention(pairs) / (self._flops * PREFILL)
         return max(products, weights) + attention + self.kv_bytes * context / self._bandwidth + STEP_S
+
+    def prefill_s(self, tokens: float, pairs: float) -> float:
+        """What a prompt's tokens add to steps that read the weights anyway."""
+        return (2 * self.shape.active * tokens + self._attention(pairs)) / (self._flops * PREFILL)
 
     def logprobs_s(self, tokens: float, pairs: float) -> float:
         """A forward pass alone, of a reference or a proximal policy."""

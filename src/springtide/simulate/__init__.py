@@ -1,0 +1,1 @@
+"""A simulated cluster that obeys the same scheduling policies as a live run."""
