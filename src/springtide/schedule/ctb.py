@@ -29,6 +29,7 @@ from springtide.schedule.policy import Bounds
 from springtide.schedule.pools import Heap, Order, Pool, Pools, fits, go
 from springtide.schedule.readiness import Readiness
 
+_SHARED = 2048  # tokens of a first turn from which a group stays together: computing seven more takes half a second
 _THUNDER = Decay("exponential", 5.0)  # ThunderAgent's: a half every 5 s
 
 
@@ -190,8 +191,10 @@ class TaskBatching:
         return more - fewer > self.rules.margin and more > self.rules.times * fewer
 
     def _beside(self, state: Readiness, episode: Episode, best: Pool) -> Pool:
-        """Where a new episode goes: to those of its group, with whom it shares its prompt, unless that rank is fuller
-        by more than a group; else where the most room is."""
+        """Where a new episode goes: to those of its group, with whom it shares a prompt worth sharing, unless that rank
+        is fuller by more than a group; else to the best."""
+        if self._first_turn(state, episode.group.suite) < _SHARED:
+            return best
         for mate in episode.group.episodes.values():
             pool = self.pools.home(mate) if mate is not episode else None
             if pool is not None:

@@ -20,6 +20,8 @@ from springtide.schedule.footprint import Decay, Footprint, Part
 from springtide.schedule.parts import Episode, Key, RankState
 from springtide.schedule.readiness import Readiness
 
+_AMPLE = 0.25  # of a budget: with so much left, tokens bind nobody, and an even load is the fastest
+_MANY = 1e9  # more episodes than any rank has
 _SWEEP_S = 1.0  # what acts decays although nothing happens to its rank
 
 
@@ -226,15 +228,16 @@ class Pools:
         self._stamp += 1
         pool.stamp = self._stamp
         self.dirty[pool.name] = pool
-        heapq.heappush(self._rooms, (-pool.room, pool.name, pool.stamp))
+        heapq.heappush(self._rooms, (_order(pool), pool.name, pool.stamp))
         if len(self._rooms) > 4 * len(self.pools) + 64:
-            self._rooms = [(-p.room, p.name, p.stamp) for p in self.pools.values()]
+            self._rooms = [(_order(p), p.name, p.stamp) for p in self.pools.values()]
             heapq.heapify(self._rooms)
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
     def roomiest(self) -> Pool | None:
-        """The pool with the most room, of those that stay."""
+        """The pool to which the next goes, of those that stay: with the fewest episodes, as long as there is room
+        enough; then with the most room."""
         kept: list[tuple[float, str, int]] = []
         rooms, found = self._rooms, None
         while rooms:
@@ -254,6 +257,11 @@ class Pools:
         """Where it was, if that rank still plays and stays."""
         pool = self.pools.get(episode.rank) if episode.rank is not None else None
         return None if pool is None or pool.name in self.away else pool
+
+
+def _order(pool: Pool) -> float:
+    ample = pool.room > _AMPLE * pool.rank.budget
+    return float(pool.rank.live) if ample else _MANY - pool.room
 
 
 def growth(state: Readiness) -> float:

@@ -69,6 +69,14 @@ def split(cluster: Cluster, share: float, *, lendable: bool = False) -> Layout:
     return Layout(rollout, 0, trainer, trainer if lendable else 0, _beside(cluster), cluster.sharded)
 
 
+def _predicted(cluster: Cluster) -> float:
+    """As training is predicted to need. Where single ranks can be lent, two more train at first: they are lent if it
+    pays, and a trainer that is too narrow can never be widened."""
+    if cluster.training is None:
+        return 0.5
+    return 1 - cluster.training - (0 if cluster.sharded else 1.5 / cluster.ranks)
+
+
 def _beside(cluster: Cluster) -> Pipeline:
     """The pipeline of a trainer that computes its own reference."""
     return "aggregate" if cluster.reference == "swapped" else cluster.reference
@@ -127,7 +135,7 @@ POLICIES: dict[str, Entry] = {
     ),
     "springtide": Entry(
         lambda b, at: ClusterPolicy(b, TaskBatching(b, OURS), Lending(b, at)),
-        lambda c: split(c, 0.5 if c.training is None else 1 - c.training, lendable=True),
+        lambda c: split(c, _predicted(c), lendable=True),
         "ours: CTB by mean footprints, RA2P and ERS by predicted times, idle trainer ranks play",
     ),
 }
