@@ -50,16 +50,18 @@ class ProgramAware:
     def decide(self, state: Readiness, away: set[str]) -> list[Action]:
         pools = self._pools
         pools.away = away
+        best = pools.roomiest() if pools.queue else None
+        if best is not None:
+            oldest = next(iter(pools.queue.values()))
+            if state.now - oldest.since >= _LONGEST_PAUSE_S:
+                return [go(oldest, best)]
         if self._plan:
             plan, self._plan = self._plan, []
             actions = [a for stamp, e, a in plan if e.mark.stamp == stamp and getattr(a, "rank", None) not in away]
             if actions:
                 return actions
-        if not pools.queue or (best := pools.roomiest()) is None:
+        if best is None:
             return []
-        oldest = next(iter(pools.queue.values()))
-        if state.now - oldest.since >= _LONGEST_PAUSE_S:
-            return [go(oldest, best)]
         new = pools.homeless.top() or pools.parked.top()
         # A new program starts at once where there is room; any does on a rank that has none.
         if new is not None and (best.rank.live == 0 or (new.turns == 0 and self._room(state, best) >= new.context)):
