@@ -42,45 +42,35 @@ class Mark:
 
 
 class Heap:
-    """Episodes by a key, the least first; an episode that was touched since it came in is not in it."""
+    """Episodes by a key, the least first; an episode that was touched since it came in is not in it. Most leave before
+    anybody asks, so what comes in is put in order when somebody does."""
 
-    __slots__ = ("_entries",)
+    __slots__ = ("_entries", "_key", "_new")
 
-    def __init__(self) -> None:
+    def __init__(self, key: Callable[[Episode], Any]) -> None:
+        self._key = key
         self._entries: list[tuple[Any, int, Episode]] = []
+        self._new: list[tuple[int, Episode]] = []
 
-    def push(self, key: Any, stamp: int, episode: Episode, alive: int) -> None:
-        heapq.heappush(self._entries, (key, stamp, episode))
-        if len(self._entries) > 2 * alive + 64:
+    def push(self, stamp: int, episode: Episode, alive: int) -> None:
+        self._new.append((stamp, episode))
+        if len(self._new) + len(self._entries) > 2 * alive + 64:
+            self._new = [new for new in self._new if new[1].mark.stamp == new[0]]
             self._entries = [entry for entry in self._entries if entry[2].mark.stamp == entry[1]]
             heapq.heapify(self._entries)
 
     def top(self) -> Episode | None:
         entries = self._entries
+        for stamp, episode in self._new:
+            if episode.mark.stamp == stamp:
+                heapq.heappush(entries, (self._key(episode), stamp, episode))
+        self._new.clear()
         while entries and entries[0][2].mark.stamp != entries[0][1]:
             heapq.heappop(entries)
         return entries[0][2] if entries else None
 
     def pop(self) -> None:
         heapq.heappop(self._entries)
-
-
-class Pool:
-    """A rank that plays. used: tokens it holds, what acts decayed; leaving: of those that decode and are asked to stay
-    out at their turn's end; growth: of one more turn; room: what fits beside, after the head-room for one of each."""
-
-    __slots__ = (
-        "acting", "decoding", "footprint", "growth", "home", "leaving", "name", "rank", "room", "stamp", "tokens",
-        "used",
-    )  # fmt: skip
-
-    def __init__(self, rank: RankState, decay: Decay) -> None:
-        self.rank, self.name = rank, rank.name
-        self.footprint = Footprint(decay)
-        # Those that may be paused, and those that were and wait to come back.
-        self.acting, self.decoding, self.home = Heap(), Heap(), Heap()
-        self.used = self.room = self.growth = 0.0
-        self.leaving = self.stamp = self.tokens = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +84,24 @@ class Order:
     needs: Callable[[Readiness, Episode], float]  # tokens, of one whose environment opens
 
 
+class Pool:
+    """A rank that plays. used: tokens it holds, what acts decayed; leaving: of those that decode and are asked to stay
+    out at their turn's end; growth: of one more turn; room: what fits beside, after the head-room for one of each."""
+
+    __slots__ = (
+        "acting", "decoding", "footprint", "growth", "home", "leaving", "name", "rank", "room", "stamp", "tokens",
+        "used",
+    )  # fmt: skip
+
+    def __init__(self, rank: RankState, decay: Decay, order: Order) -> None:
+        self.rank, self.name = rank, rank.name
+        self.footprint = Footprint(decay)
+        # Those that may be paused, and those that were and wait to come back.
+        self.acting, self.decoding, self.home = Heap(order.out), Heap(order.out), Heap(order.back)
+        self.used = self.room = self.growth = 0.0
+        self.leaving = self.stamp = self.tokens = 0
+
+
 class Pools:
     """All pools. decay: of what acts; head_room: least share of a budget that is kept free for the turns to come."""
 
@@ -105,10 +113,12 @@ class Pools:
         self.pools: dict[str, Pool] = {}
         self.dirty: dict[str, Pool] = {}  # touched since the policy found nothing to do there
         self.queue: OrderedDict[Key, Episode] = OrderedDict()  # who waits for a place, the longest first
-        self.homeless, self.parked = Heap(), Heap()  # of those: the ones without a rank; the ones that were paused
+        # Of those: the ones without a rank; the ones that were paused.
+        self.homeless, self.parked = Heap(self._order.back), Heap(self._order.back)
         self.away: set[str] = set()  # ranks that were asked to change role: nobody is sent there
         self.used, self.tokens, self.budget = 0.0, 0, 0  # of all pools; tokens: nothing decayed
         self._rooms: list[tuple[float, str, int]] = []
+        self._moved: dict[str, Pool] = {}  # reckoned anew since somebody asked for a room
         self._stamp = 0
         self._growth = 0.0
         self._swept = float("-inf")
@@ -135,7 +145,7 @@ class Pools:
             self.away.discard(event.rank)
             self._drop(event.rank)
             if not isinstance(event, RankLeft) and event.role == "rollout":
-                pool = self.pools[event.rank] = Pool(state.ranks[event.rank], self.decay)
+                pool = self.pools[event.rank] = Pool(state.ranks[event.rank], self.decay, self._order)
                 self.budget += pool.rank.budget
                 self._refresh(state, pool)
 
@@ -179,12 +189,12 @@ class Pools:
                 mark.leaving = episode.context
                 here.leaving += mark.leaving
             else:
-                here.decoding.push(self._order.out(episode), mark.stamp, episode, here.rank.live)
+                here.decoding.push(mark.stamp, episode, here.rank.live)
         elif phase == "acting" and here is not None and not episode.parked:
             if mark.part is None:
                 tokens = episode.context or int(self._order.needs(state, episode))
                 mark.part = here.footprint.add(tokens, episode.since, now)
-            here.acting.push(self._order.out(episode), mark.stamp, episode, here.rank.live)
+            here.acting.push(mark.stamp, episode, here.rank.live)
         self._line_up(state, episode, mark, here)
         if here is not None:
             self._refresh(state, here)
@@ -199,12 +209,12 @@ class Pools:
         if not mark.queued:
             self.queue[episode.key] = episode
             mark.queued = True
-        back, alive = self._order.back(episode), len(self.queue)
+        alive = len(self.queue)
         if here is None or episode.phase == "waiting":
-            self.homeless.push(back, mark.stamp, episode, alive)
+            self.homeless.push(mark.stamp, episode, alive)
         else:
-            here.home.push(back, mark.stamp, episode, alive)
-            self.parked.push(back, mark.stamp, episode, alive)
+            here.home.push(mark.stamp, episode, alive)
+            self.parked.push(mark.stamp, episode, alive)
 
     def _drop(self, name: str) -> None:
         pool = self.pools.pop(name, None)
@@ -227,11 +237,7 @@ class Pools:
         pool.room = rank.budget - spare - used
         self._stamp += 1
         pool.stamp = self._stamp
-        self.dirty[pool.name] = pool
-        heapq.heappush(self._rooms, (_order(pool), pool.name, pool.stamp))
-        if len(self._rooms) > 4 * len(self.pools) + 64:
-            self._rooms = [(_order(p), p.name, p.stamp) for p in self.pools.values()]
-            heapq.heapify(self._rooms)
+        self.dirty[pool.name] = self._moved[pool.name] = pool
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
@@ -239,15 +245,22 @@ class Pools:
         """The pool to which the next goes, of those that stay: with the fewest episodes, as long as there is room
         enough; then with the most room."""
         kept: list[tuple[float, str, int]] = []
+        for name, pool in self._moved.items():
+            if self.pools.get(name) is pool:
+                heapq.heappush(self._rooms, (_order(pool), name, pool.stamp))
+        self._moved.clear()
+        if len(self._rooms) > 4 * len(self.pools) + 64:
+            self._rooms = [(_order(p), p.name, p.stamp) for p in self.pools.values()]
+            heapq.heapify(self._rooms)
         rooms, found = self._rooms, None
         while rooms:
-            pool = self.pools.get(rooms[0][1])
-            if pool is None or pool.stamp != rooms[0][2]:
+            first = self.pools.get(rooms[0][1])
+            if first is None or first.stamp != rooms[0][2]:
                 heapq.heappop(rooms)
-            elif pool.name in self.away:
+            elif first.name in self.away:
                 kept.append(heapq.heappop(rooms))
             else:
-                found = pool
+                found = first
                 break
         for entry in kept:
             heapq.heappush(rooms, entry)
