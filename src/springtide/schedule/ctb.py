@@ -29,6 +29,7 @@ from springtide.schedule.policy import Bounds
 from springtide.schedule.pools import Heap, Order, Pool, Pools, fits, go
 from springtide.schedule.readiness import Readiness
 
+_UNKNOWN = 4  # groups a rank that are drawn before a first turn has told how large they are
 _SHARED = 2048  # tokens of a first turn from which a group stays together: computing seven more takes half a second
 _THUNDER = Decay("exponential", 5.0)  # ThunderAgent's: a half every 5 s
 
@@ -46,6 +47,7 @@ class Rules:
     longest_pause_s: float = 1800.0  # ThunderAgent's: half an hour
     margin: int = 2  # verl PR#7435
     times: float = 1.0  # as full as the emptiest that home must be besides (SGLang's second threshold)
+    oldest: bool = False  # the group drawn with the oldest weights goes before the one that is nearest to its end
     rebalance: bool = False  # when a rank begins to play, others' episodes are paused so that they go on there
 
 
@@ -54,7 +56,9 @@ class TaskBatching:
 
     def __init__(self, bounds: Bounds, rules: Rules) -> None:
         self.bounds, self.rules = bounds, rules
-        self.pools = Pools(Order(_back, _out, self._held, self._needs), decay=rules.decay, head_room=rules.head_room)
+        self.pools = Pools(
+            Order(self._back, self._out, self._held, self._needs), decay=rules.decay, head_room=rules.head_room
+        )
         self._plan: list[tuple[int, Episode]] = []  # to be paused, unless touched meanwhile
         self._probing: dict[int, str] = {}  # visit -> suite, of groups whose other members are held
 
@@ -95,6 +99,17 @@ class TaskBatching:
             for episode in group.episodes.values() if group is not None else ():
                 if episode.phase == "waiting":
                     self.pools.recount(state, episode)
+
+    def _back(self, episode: Episode) -> Any:
+        """evaluation > share of the group done > was active > longer context (tiderl_async 1.3.3)."""
+        group = episode.group
+        age = group.birth if self.rules.oldest else 0
+        return (not group.evaluation, age, -_done(episode), episode.turns == 0, -episode.context)
+
+    def _out(self, episode: Episode) -> Any:
+        group = episode.group
+        age = -group.birth if self.rules.oldest else 0
+        return (group.evaluation, age, _done(episode), episode.context)
 
     # --- deciding -----------------------------------------------------------------------------------------------------
 
@@ -217,6 +232,8 @@ class TaskBatching:
             return f"tokens: {len(pools.queue)} episodes wait for a place, and go before new ones"
         members = self.bounds.members
         used = pools.used
+        if self.rules.probe == "unknown" and len(self._probing) >= _UNKNOWN * len(pools.pools):
+            return f"probes: {len(self._probing)} groups wait for the first turn of any"
         if self.rules.estimate == "mean":
             each = max((_mean_context(state, suite) for suite in state.suites), default=0.0)
             if pools.tokens > 0:  # what acts counts for as little as it does now
@@ -232,24 +249,15 @@ class TaskBatching:
 
 
 def _mean_context(state: Readiness, suite: str) -> float:
-    """Of an episode over its life: it grows from its first turn to its end."""
+    """Of an episode over its life: it grows from its first turn to its end, to four times as much before any has."""
     stats = state.suites[suite]
     first, final = stats.first.value or 0.0, stats.final.value
-    return first if final is None else (first + final) / 2
+    return (first + (4 * first if final is None else final)) / 2
 
 
 def _done(episode: Episode) -> float:
     """Share of its group that is done, in hundredths: closer ones are alike."""
     return round(episode.group.played / episode.group.members, 2)
-
-
-def _back(episode: Episode) -> Any:
-    """evaluation > share of the group done > was active > longer context (tiderl_async 1.3.3)."""
-    return (not episode.group.evaluation, -_done(episode), episode.turns == 0, -episode.context)
-
-
-def _out(episode: Episode) -> Any:
-    return (episode.group.evaluation, _done(episode), episode.context)
 
 
 def _cheapest(episode: Episode) -> Any:
