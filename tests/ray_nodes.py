@@ -52,7 +52,8 @@ class Nodes:
             )  # fmt: skip
         wait_for(f"node {name} ({log})", lambda: "Ray runtime started" in log.read_text(), _UP_S)
         if not self.address:
-            self.address = (self._directory / "ray" / "ray_current_cluster").read_text().strip()
+            place = self._directory / "ray" / "ray_current_cluster"  # written a moment after that was said
+            self.address = wait_for("the head's address", lambda: place.exists() and place.read_text().strip(), _UP_S)
 
     def kill(self, name: str) -> None:
         """All that belongs to the node, at once."""

@@ -176,6 +176,28 @@ def test_a_killed_node_is_replaced_by_others_and_nothing_is_lost(
     assert "actor died" in output.read_text()
 
 
+def test_a_killed_head_ends_the_run_by_name_and_it_goes_on_without_a_cluster(
+    tiny_model: Path, tmp_path: Path, nodes: Nodes
+) -> None:
+    nodes.add("head", 8)
+    config = ray_config(tiny_model, tmp_path / "runs", run={"steps": 200}, runtime={"ray": {"address": nodes.address}})
+    output = tmp_path / "out"
+    run = on_cluster(config, nodes, output)
+    began(run, config, output, 6)
+    nodes.kill("head")
+    assert run.wait(150) != 0  # Ray itself ends its driver, which waited a minute for the head
+    assert "GCS may have been killed" in output.read_text()
+    local = config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"steps": 210}),
+            "runtime": config.runtime.model_copy(update={"kind": "local"}),
+        }
+    )
+    run = start_run(local, resume=True, output=output)
+    assert run.wait(240) == 0, output.read_text()
+    audit(local)
+
+
 def ended(config: Config, nodes: Nodes, tmp_path: Path) -> tuple[int, str]:
     """Status and last words of a run that cannot start."""
     output = tmp_path / "out"
