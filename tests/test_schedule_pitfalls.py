@@ -242,8 +242,8 @@ def test_the_watchdog_names_the_predicate_and_its_holder() -> None:
         state.apply(Placed(0, visit, 0, "r0", 450))
     state.apply(TurnEnded(1, 0, 0, 480))
     assert policy.decide(state) == []
-    assert policy.blocked(state).startswith("tokens: 9")
-    assert policy.blocked(state).endswith("in budgets of 1000")
+    # Two that grow to 1,200 on average: a first turn of 480, and four times as much before an end was seen.
+    assert policy.blocked(state) == "tokens: 2400 and 1 episodes of 1200 more in budgets of 1000"
     assert policy.batch(state) == Wait("groups", "0 of 2 groups ready, 2 in flight")
 
 

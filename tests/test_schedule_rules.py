@@ -230,6 +230,45 @@ def test_who_waited_for_five_steps_goes_next_and_after_half_an_hour_in_any_case(
     assert policy.decide(state) == [Resume(1, 0, "r0")]
 
 
+@pytest.mark.parametrize(("oldest", "first"), [(True, 1), (False, 2)])
+def test_the_oldest_weights_go_first_where_the_rules_say_so(oldest: bool, first: int) -> None:
+    """Else the group that is nearest to its end does."""
+    rules = Rules(decay=Decay("constant"), oldest=oldest)
+    policy, state = task_batching(WIDE, rules, ("r0", 1000), ("r1", 10))
+    play(state, Admitted(0, 1, "a", 0), Placed(0, 1, 0, "r1", 100), StepStarted(0, ()), StepEnded(0, 1))
+    play(state, Admitted(0, 2, "a", 1, 2), Placed(0, 2, 0, "r1", 100), Placed(0, 2, 1, "r1", 100))
+    play(state, Finished(1, 2, 1, True), TurnEnded(1, 1, 0, 200), TurnEnded(1, 2, 0, 150))
+    play(state, Paused(1, 1, 0), Paused(1, 2, 0), Returned(2, 1, 0, 300), Returned(2, 2, 0, 250))
+    action = policy.decide(state)[0]
+    assert isinstance(action, Resume) and action.visit == first
+
+
+def test_head_room_is_for_as_many_turns_as_the_rules_say() -> None:
+    """10 episodes that grow by 20 a turn keep 200 or 100 tokens free, and never less than a twentieth."""
+    for ahead, room in ((1.0, 9_000 - 200), (0.5, 9_000 - 100), (0.1, 9_000 - 50)):
+        rules = Rules(decay=Decay("constant"), turns_ahead=ahead, head_room=50 / 10_000)
+        policy, state = task_batching(WIDE, rules, ("r0", 10_000))
+        for visit in range(10):
+            play(state, Admitted(0, visit, "a", 0), Placed(0, visit, 0, "r0", 60), TurnEnded(0, visit, 0, 80))
+            play(state, Returned(0, visit, 0, 90), TurnEnded(0, visit, 0, 100))
+        assert isinstance(policy.placement, TaskBatching)
+        assert policy.placement.pools.pools["r0"].room == pytest.approx(room)
+
+
+def test_while_no_first_turn_is_known_few_groups_are_drawn() -> None:
+    policy, state = task_batching(WIDE, PLAIN, ("r0", 10_000))
+    visit = 0
+    while actions := policy.decide(state):
+        for action in actions:
+            if isinstance(action, Admit):
+                play(state, Admitted(0, visit, "a", 0, 2))
+                visit += 1
+            elif isinstance(action, Route):
+                play(state, Placed(0, action.visit, action.member, action.rank, 10))
+    assert visit == 4
+    assert policy.blocked(state) == "probes: 4 groups wait for the first turn of any"
+
+
 def test_episodes_of_a_dead_rank_go_to_another_paused_ones_too() -> None:
     """A rank dies while paused episodes live on it."""
     policy, state = task_batching(WIDE, PLAIN, ("r0", 1000), ("r1", 1000))

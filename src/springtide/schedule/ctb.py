@@ -40,6 +40,7 @@ class Rules:
 
     decay: Decay = _THUNDER
     head_room: float = 0.05
+    turns_ahead: float = 1.0  # of each episode, for which head-room is kept
     admit_share: float = 0.85
     probe: Literal["always", "unknown"] = "always"
     estimate: Literal["first_turn", "mean"] = "first_turn"  # what a new episode is taken to need
@@ -57,7 +58,10 @@ class TaskBatching:
     def __init__(self, bounds: Bounds, rules: Rules) -> None:
         self.bounds, self.rules = bounds, rules
         self.pools = Pools(
-            Order(self._back, self._out, self._held, self._needs), decay=rules.decay, head_room=rules.head_room
+            Order(self._back, self._out, self._held, self._needs),
+            decay=rules.decay,
+            head_room=rules.head_room,
+            ahead=rules.turns_ahead,
         )
         self._plan: list[tuple[int, Episode]] = []  # to be paused, unless touched meanwhile
         self._probing: dict[int, str] = {}  # visit -> suite, of groups whose other members are held

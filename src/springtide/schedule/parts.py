@@ -131,4 +131,6 @@ class SuiteStats:
     __slots__ = ("final", "first", "growth", "sampled", "tool_s", "turns")
 
     def __init__(self) -> None:
-        self.first, self.growth, self.final, self.sampled, self.tool_s, self.turns = (Smoothed() for _ in range(6))
+        self.first = Smoothed()
+        # Single turns and episodes differ by far more than their mean moves.
+        self.growth, self.final, self.sampled, self.tool_s, self.turns = (Smoothed(0.05) for _ in range(5))

@@ -103,10 +103,11 @@ class Pool:
 
 
 class Pools:
-    """All pools. decay: of what acts; head_room: least share of a budget that is kept free for the turns to come."""
+    """All pools. decay: of what acts; head_room: least share of a budget that is kept free for the turns to come;
+    ahead: turns of each episode for which room is kept."""
 
-    def __init__(self, order: Order, *, decay: Decay, head_room: float) -> None:
-        self._order, self.decay, self._head_room = order, decay, head_room
+    def __init__(self, order: Order, *, decay: Decay, head_room: float, ahead: float = 1.0) -> None:
+        self._order, self.decay, self._head_room, self._ahead = order, decay, head_room, ahead
         self.reset()
 
     def reset(self) -> None:
@@ -233,7 +234,7 @@ class Pools:
         self.tokens += rank.tokens - pool.tokens
         pool.used, pool.tokens = used, rank.tokens
         pool.growth = self._growth
-        spare = max(self._head_room * rank.budget, pool.growth * rank.live)
+        spare = max(self._head_room * rank.budget, self._ahead * pool.growth * rank.live)
         pool.room = rank.budget - spare - used
         self._stamp += 1
         pool.stamp = self._stamp

@@ -52,6 +52,7 @@ class Entry:
 OURS = Rules(
     decay=Decay("linear", 30.0),
     admit_share=0.95,
+    turns_ahead=0.5,
     probe="unknown",
     estimate="mean",
     times=1.25,
