@@ -32,6 +32,7 @@ from springtide.schedule.lending import Lending
 from springtide.schedule.placement import LeastLoaded
 from springtide.schedule.policy import Bounds, Cluster, Layout, Policy
 from springtide.schedule.program_aware import ProgramAware
+from springtide.schedule.slack import Slack
 from springtide.schedule.time_shared import TimeShared
 from springtide.schedule.waves import OneAhead, Waves
 
@@ -137,7 +138,7 @@ POLICIES: dict[str, Entry] = {
         "TideRL's literal rules: CTB, RA2P and ERS by its signals; a run begins without reference ranks",
     ),
     "springtide": Entry(
-        lambda b, at: ClusterPolicy(b, TaskBatching(b, OURS), Lending(b, at)),
+        lambda b, at: ClusterPolicy(b, TaskBatching(b, OURS), Lending(b, at), Slack(b)),
         lambda c: split(c, _predicted(c), lendable=True),
         "ours: CTB by mean footprints, RA2P and ERS by predicted times, idle trainer ranks play",
     ),
