@@ -58,6 +58,7 @@ from springtide.simulate.trainer import Step, train_s
 from springtide.simulate.workload import Plan, Source
 
 _MOST_DECISIONS = 1_000_000  # between two moments, then a policy never stops deciding
+_NO_SIGNAL_STEPS = 20  # steps' worth of groups in a row with equal rewards, as in a live run
 _RESTART_S = 30.0  # of a rank that died: a cold start of an engine takes 30 to 100 s (tiderl_async 3.2)
 
 
@@ -169,7 +170,7 @@ class Cluster:
         self.staleness: list[int] = []
         self.steps: list[tuple[float, float, int]] = []  # when each ended, seconds it trained, sampled tokens
         self.began: list[float] = []
-        self.switches = 0
+        self.switches = self._without_signal = 0
         self._happen(Began(0.0, 0, dict(self.state.mixture), {}))
         for role, count in (("rollout", layout.rollout), ("reference", layout.reference), ("trainer", layout.trainer)):
             for i in range(count):
@@ -382,7 +383,11 @@ class Cluster:
         if self.world.equal and (all(won) or not any(won)):
             self.discarded["equal_rewards"] += sampled
             self._happen(Dropped(self.now, visit, "equal_rewards"))
+            self._without_signal += 1
+            if self._without_signal >= _NO_SIGNAL_STEPS * self.bounds.groups:
+                raise Stuck(f"all members of the last {self._without_signal} groups earned the same: nothing to train")
             return
+        self._without_signal = 0
         tokens = plans[0].prompt + sum(plan.tokens - plan.prompt for plan in plans)  # the prompt is computed once
         pairs = sum(causal_pairs(plan.tokens) for plan in plans)
         reference = self.world.trains.logprobs_s(tokens, pairs) if self.world.reference else 0.0
@@ -408,7 +413,7 @@ class Cluster:
     # --- training -----------------------------------------------------------------------------------------------------
 
     def _start(self, batch: Batch) -> None:
-        trainers = [rank for name, rank in self.ranks.items() if self.state.ranks[name].role == "trainer"]
+        trainers = [rank for name, rank in self.ranks.items() if self._role(name) == "trainer"]
         references = sum(1 for rank in self.state.ranks.values() if rank.role == "reference")
         self.staleness += [self.state.staleness(self.state.buffer[visit]) for visit in batch.visits]
         self.began.append(self.now)
@@ -417,7 +422,7 @@ class Cluster:
         for rank in trainers:
             rank.does("train", self.now)
         for name, rank in self.ranks.items():
-            if self.state.ranks[name].role == "reference":
+            if self._role(name) == "reference":
                 rank.does("reference", self.now)
         pipeline = self._pipeline
         if pipeline == "streaming" and not references:
@@ -454,7 +459,7 @@ class Cluster:
         if step.pipeline == "aggregate":
             self._happen(Measured(self.now, "swap", self.world.costs.swap_s))
         for name, rank in self.ranks.items():
-            if self.state.ranks[name].role != "rollout" and rank.doing != "switch":
+            if self._role(name) in ("trainer", "reference") and rank.doing != "switch":
                 rank.does("idle", self.now)
         self._happen(Updated(self.now))
         self._settle()
@@ -462,7 +467,7 @@ class Cluster:
     def _published(self) -> None:
         step = self.state.step + 1
         for name, rank in self.ranks.items():
-            if self.state.ranks[name].role == "rollout":
+            if self._role(name) == "rollout":
                 rank.engine.publish(step, self.world.costs.load_s, self.now)
                 self._watch(rank)
         self._happen(Measured(self.now, "sync", self.world.costs.sync_s))
@@ -477,6 +482,11 @@ class Cluster:
         self._settle()
 
     # --- ranks --------------------------------------------------------------------------------------------------------
+
+    def _role(self, name: str) -> Role | None:
+        """None of a rank that is dead."""
+        rank = self.state.ranks.get(name)
+        return rank.role if rank is not None else None
 
     def _join(self, name: str, role: Role, lendable: bool = False) -> None:
         rank = self.ranks.setdefault(name, Rank(name, Engine(self.world.roofline, self.world.budget)))

@@ -65,7 +65,8 @@ class Engine:
         self._prompts: OrderedDict[int, _Prompt] = OrderedDict()  # by visit
         self._prompt_tokens = self._live_prompt_tokens = 0
         self._steps: dict[int, float] = {}  # seconds of a step without context, by sequences
-        self._read_s = roofline.engine_step_s(decode=1, context=1e9) / 1e9  # a key's, the rest does not count beside
+        one = roofline.engine_step_s(decode=1)
+        self._read_s = (roofline.engine_step_s(decode=1, context=1e9) - one) / 1e9  # of one token's keys and values
         self.busy_s = 0.0
         self.prefilled: dict[Cause, int] = dict.fromkeys(CAUSES, 0)
         self.hits = 0
