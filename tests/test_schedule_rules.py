@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -11,13 +10,11 @@ from hypothesis import strategies as st
 
 from springtide.schedule.composed import ClusterPolicy, Roles
 from springtide.schedule.ctb import Rules, TaskBatching
-from springtide.schedule.ers import Elastic, Signals
 from springtide.schedule.events import (
     Abort,
     Action,
     Admit,
     Admitted,
-    ChoosePipeline,
     Dropped,
     Evaluation,
     Event,
@@ -37,20 +34,18 @@ from springtide.schedule.events import (
     StepEnded,
     StepStarted,
     SwitchRole,
-    Sync,
     TurnEnded,
     Updated,
 )
 from springtide.schedule.footprint import Decay, Footprint
-from springtide.schedule.forecast import Split, groups_per_s, step_s
 from springtide.schedule.hybrid_ranks import HybridRanks
 from springtide.schedule.kv_aimd import KvAimd
 from springtide.schedule.placement import LeastLoaded
 from springtide.schedule.policy import Batch, Bounds, Cluster, Layout, Wait, choose_batch, next_fed
 from springtide.schedule.program_aware import ProgramAware
-from springtide.schedule.ra2p import Piece, arrivals, choose, hidden_s, predict_s
 from springtide.schedule.readiness import Readiness
 from springtide.schedule.registry import layout, make_policy
+from springtide.schedule.slack import Slack
 
 
 def task_batching(bounds: Bounds, rules: Rules, *ranks: tuple[str, int]) -> tuple[ClusterPolicy, Readiness]:
@@ -343,6 +338,39 @@ def test_a_synchronous_wave_is_refilled_whole_and_its_ranks_change_together() ->
     assert policy.batch(state) == Batch((0, 2))
 
 
+def test_fewer_groups_are_pending_where_the_trainer_waits_for_stragglers_and_more_where_for_data() -> None:
+    """By a quarter of a step's groups: 12 at bound 2, 11 after 5 s for a straggler, 12 again after 5 s for data."""
+    bounds = Bounds(groups=4, concurrency=99, bound=2)
+    gates, state = Slack(bounds), Readiness({"a": 1.0})
+    state.follow(ClusterPolicy(bounds, LeastLoaded(), Roles(bounds, Layout(1, 0, 1)), gates))
+
+    def step(t: float, visits: range) -> None:
+        for visit in visits:
+            play(state, Admitted(t, visit, "a", state.step), Ready(t, visit))
+        play(state, StepStarted(t, tuple(visits)), Updated(t + 10), StepEnded(t + 10, state.step + 1))
+
+    play(state, Admitted(0, 99, "a", 0))
+    step(0, range(4))
+    step(10, range(10, 14))
+    assert gates.limit == 12
+    for visit in range(20, 24):
+        play(state, Admitted(20, visit, "a", 2), Ready(20, visit))
+    play(state, Ready(25, 99), StepStarted(25, (20, 21, 22, 23)), Updated(35))
+    assert gates.limit == 11
+    play(state, StepEnded(35, 3))
+    for visit in range(30, 34):
+        play(state, Admitted(35, visit, "a", 3))
+    for visit in range(30, 34):
+        play(state, Ready(40, visit))
+    play(state, StepStarted(40, (30, 31, 32, 33)))
+    assert gates.limit == 12
+    assert gates.closed(state, 4) is None
+    for visit in range(50, 57):
+        play(state, Admitted(40, visit, "a", 3))
+    assert state.pending == 12
+    assert gates.closed(state, 4) == "staleness gate: 12 groups pending, at most 12, so that none comes too late"
+
+
 def test_one_step_off_draws_the_next_step_and_no_more() -> None:
     bounds = Bounds(groups=2, concurrency=9, bound=1)
     policy, state = make_policy("one_step_off", bounds), Readiness({"a": 1.0})
@@ -372,171 +400,6 @@ def test_a_step_streams_from_as_many_groups_on_and_keeps_a_place_for_those_at_th
     play(other, Admitted(0, 1, "a", 0), Admitted(0, 2, "a", 0), StepStarted(0, ()), StepEnded(0, 1))
     play(other, Admitted(1, 3, "a", 1), Ready(2, 3))
     assert isinstance(choose_batch(other, fewer, stream=1), Wait)  # one place is left, two are at the bound
-
-
-# --- RA2P -------------------------------------------------------------------------------------------------------------
-
-PIECE = Piece(reference_s=1.0, train_s=3.0, swap_s=2.0)
-
-
-def test_each_pipeline_takes_the_time_computed_by_hand() -> None:
-    at = [0.0] * 4
-    assert predict_s("none", at, PIECE, 2) == 6.0  # two pieces each
-    assert predict_s("resident", at, PIECE, 2) == 8.0
-    assert predict_s("aggregate", at, PIECE, 2) == 12.0  # in, 2 x 1, out, 2 x 3: one round
-    # One reference: known at 1, 2, 3, 4. Trainer 1: forward to 1, backward to 3; forward to 4, backward to 6.
-    # Trainer 2: forward to 1, waits for 2, backward to 4; forward to 5, backward to 7.
-    assert predict_s("streaming", at, PIECE, 2, 1) == 7.0
-    assert predict_s("streaming", at, PIECE, 2, 0) == math.inf
-    assert hidden_s(at, PIECE, 2) == 6.0
-    assert arrivals(2, 4, 5.0) == [0.0, 0.0, 5.0, 10.0]
-    # The last comes at 10; in two rounds the first two are done by 8, the others end at 10 + 4 + 4.
-    assert predict_s("aggregate", arrivals(2, 4, 5.0), PIECE, 2) == 18.0
-    assert predict_s("streaming", arrivals(2, 4, 5.0), PIECE, 2, 1) == 13.0
-
-
-@given(
-    gaps=st.lists(st.floats(0, 10), min_size=1, max_size=20),
-    reference=st.floats(0, 5),
-    train=st.floats(0.1, 5),
-    swap=st.floats(0, 5),
-    trainers=st.integers(1, 6),
-    references=st.integers(1, 3),
-)
-def test_no_pipeline_beats_a_hidden_reference(
-    gaps: list[float], reference: float, train: float, swap: float, trainers: int, references: int
-) -> None:
-    at = [sum(gaps[: i + 1]) for i in range(len(gaps))]
-    piece = Piece(reference, train, swap)
-    for pipeline in ("resident", "streaming", "aggregate"):
-        assert predict_s(pipeline, at, piece, trainers, references) >= hidden_s(at, piece, trainers) - 1e-9
-
-
-def test_a_pipeline_is_left_for_one_faster_by_five_percent_after_two_steps() -> None:
-    assert choose("aggregate", {"aggregate": 100.0, "streaming": 96.0}, 9) == "aggregate"
-    assert choose("aggregate", {"aggregate": 100.0, "streaming": 94.0}, 9) == "streaming"
-    assert choose("aggregate", {"aggregate": 100.0, "streaming": 94.0}, 1) == "aggregate"
-    assert choose("streaming", {"aggregate": 100.0, "streaming": math.inf}, 0) == "aggregate"
-
-
-# --- ERS --------------------------------------------------------------------------------------------------------------
-
-
-def elastic(kind: type[Elastic], layout: Layout, bounds: Bounds, **costs: float) -> tuple[Elastic, Readiness]:
-    """One step of `bounds.groups` was made in 100 s by the rollout ranks, all of it busy; edge after the next."""
-    roles, state = kind(bounds, layout), Readiness({"a": 1.0})
-    for i in range(layout.rollout):
-        play(state, RankJoined(0, f"r{i}", "rollout", 10_000))
-    for i in range(layout.reference):
-        play(state, RankJoined(0, f"f{i}", "reference", 10_000))
-    for i in range(layout.trainer):
-        play(state, RankJoined(0, f"t{i}", "trainer", 10_000, i < layout.lendable))
-    for name, value in costs.items():
-        play(state, Measured(0, name, value))  # type: ignore[arg-type]
-    for rank in range(layout.rollout):
-        play(state, Admitted(0, 1000 + rank, "a", 0), Placed(0, 1000 + rank, 0, f"r{rank}", 10))
-    for visit in range(bounds.groups):
-        play(state, Admitted(0, visit, "a", 0))
-    for visit in range(bounds.groups):
-        play(state, Ready(100.0, visit, 1000))
-    play(state, StepStarted(100, tuple(range(bounds.groups))), Updated(100))
-    play(state, StepEnded(100, 1))
-    for visit in range(bounds.groups):
-        play(state, Admitted(100, 100 + visit, "a", 1), Ready(100, 100 + visit, 1000))
-    play(state, StepStarted(100, tuple(100 + v for v in range(bounds.groups))), Updated(100))
-    return roles, state
-
-
-BOUNDS = Bounds(groups=4, concurrency=9, bound=1)
-
-
-def test_a_trainer_rank_is_lent_where_generation_is_the_slower_and_the_saving_pays() -> None:
-    """2 rollout ranks make 4 groups in 100 s: 50 rank-seconds each. Training takes 4 x 1000 x 1 ms / 4 = 1 s. Three
-    ranks would take 66.7 s: 33.3 s saved over 3 steps, for a switch of 10 s."""
-    roles, state = elastic(Elastic, Layout(2, 0, 4, 4), BOUNDS, train_token=1e-3, switch=10.0)
-    assert roles.decide(state) == [SwitchRole("t0", "rollout"), Sync()]
-    assert roles.decide(state) == []  # once an edge
-    dear, state = elastic(Elastic, Layout(2, 0, 4, 4), BOUNDS, train_token=1e-3, switch=101.0)
-    assert dear.decide(state) == [Sync()]
-    whole, state = elastic(Elastic, Layout(2, 0, 4, 4, "none", sharded=True), BOUNDS, train_token=1e-3, switch=10.0)
-    assert whole.decide(state) == [Sync()]  # a sharded trainer lends all its ranks or none
-    kept, state = elastic(Elastic, Layout(2, 0, 4, 0), BOUNDS, train_token=1e-3, switch=10.0)
-    assert kept.decide(state) == [Sync()]
-
-
-def test_nothing_is_switched_while_an_evaluation_is_pinned() -> None:
-    roles, state = elastic(Elastic, Layout(2, 0, 4, 4), BOUNDS, train_token=1e-3, switch=10.0)
-    play(state, Evaluation(100, True))
-    assert roles.decide(state) == [Sync()]
-
-
-def test_a_reference_rank_is_moved_jointly_with_the_pipeline() -> None:
-    """Its leaving ends streaming: the trainer aggregates."""
-    at = Layout(2, 1, 4, 0, "streaming")
-    roles, state = elastic(Elastic, at, BOUNDS, train_token=1e-3, reference_token=3e-4, switch=10.0, swap=0.1)
-    assert roles.decide(state) == [ChoosePipeline("aggregate"), SwitchRole("f0", "rollout"), Sync()]
-
-
-def test_what_a_leaving_rank_holds_counts_as_work_to_be_done_again() -> None:
-    """Training is the slower: a lent rank goes home, unless what it holds costs more to prefill again than is saved."""
-    for rate, goes in ((1e6, True), (10.0, False)):
-        costs = {"train_token": 0.2, "switch": 1.0, "prefill_rate": rate}
-        roles, state = elastic(Elastic, Layout(3, 0, 2, 2), BOUNDS, **costs)
-        play(state, TurnEnded(100, 1000, 0, 9000), TurnEnded(100, 1001, 0, 9500), TurnEnded(100, 1002, 0, 9500))
-        state.ranks["r0"].origin = "trainer"
-        assert (SwitchRole("r0", "trainer") in roles.decide(state)) is goes
-
-
-def test_the_fetch_falls_towards_its_least_after_a_rank_was_taken_and_rises_again() -> None:
-    bounds = Bounds(groups=4, concurrency=9, bound=1, fewest=2)
-    roles, state = elastic(Elastic, Layout(3, 0, 2, 2), bounds, train_token=0.2, switch=1.0)
-    state.ranks["r0"].origin = "trainer"
-    actions = roles.decide(state)
-    assert SwitchRole("r0", "trainer") in actions and roles.fetch == 4  # as much as ever was made
-    state.made = 1
-    assert roles.next_fetch(state, (state.ranks["r0"], "trainer")) == 2
-    roles.fetch = 2
-    for visit in range(200, 204):
-        play(state, Admitted(100, visit, "a", 1), Ready(100, visit, 1000))
-    assert roles.next_fetch(state, None) == 4
-
-
-def test_tiderl_moves_a_rank_by_its_signals() -> None:
-    """A trainer that waits, too little at the start: a reference rank plays. Ranks that wait, a long queue: back."""
-    costs = {"train_token": 1e-3, "reference_token": 3e-4, "swap": 1.0}
-    starved, state = elastic(Signals, Layout(2, 1, 4, 0, "streaming"), BOUNDS, **costs)
-    state.train_wait_s.value, state.rollout_wait_s.value, state.step_s.value = 30.0, 0.0, 100.0
-    state.ready_at_start = 1
-    move = starved.move(state)
-    assert move is not None and (move[0].name, move[1]) == ("f0", "rollout")
-    flooded, state = elastic(Signals, Layout(3, 0, 4, 0, "aggregate"), BOUNDS, **costs)
-    state.train_wait_s.value, state.rollout_wait_s.value, state.step_s.value = 0.0, 30.0, 100.0
-    state.ready_at_start = 4
-    play(state, Admitted(100, 500, "a", 1), Ready(100, 500, 1000), Measured(160, "sync", 1.0))  # 60 s > 0.5 x 100 s
-    move = flooded.move(state)
-    assert move is not None and move[1] == "reference"
-    literal, state = elastic(Signals, Layout(3, 0, 4, 4), BOUNDS, **costs)
-    state.train_wait_s.value, state.step_s.value = 90.0, 100.0
-    assert literal.move(state) is None  # without a reference the paper moves nothing
-
-
-def test_generation_is_forecast_by_the_measured_turns() -> None:
-    """Turns of 100 tokens at 10 ms + 1 ms x batch, no tool: 40 episodes on 2 ranks decode 20 each, 30 ms a token."""
-    state = Readiness({"a": 1.0})
-    for rank in ("r0", "r1"):
-        play(state, RankJoined(0, rank, "rollout", 10**6))
-    for batch in (10, 20, 30, 40) * 20:
-        state.decode.add(batch, 0.010 + 0.001 * batch)
-    stats = state.suites["a"]
-    for smoothed, value in ((stats.turns, 5.0), (stats.sampled, 100.0), (stats.tool_s, 0.0), (state.flying, 40.0)):
-        smoothed.add(value)
-    bounds = Bounds(groups=4, concurrency=9, bound=1, members=2)
-    assert groups_per_s(state, bounds, 2) == pytest.approx(40 / (3.0 * 5 * 2))
-    assert groups_per_s(state, bounds, 4) == pytest.approx(40 / (2.0 * 5 * 2))
-    play(state, Measured(0, "train_token", 1e-3))
-    state.group_tokens.add(1000.0)
-    # 4 groups at 1.33 a second take 3 s; training 4 x 1 s on one rank takes 4 s.
-    assert step_s(state, bounds, 4, "none", Split(2, 0, 1)) == pytest.approx(4.0)
 
 
 # --- baselines' constants ---------------------------------------------------------------------------------------------
