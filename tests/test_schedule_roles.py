@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from springtide.schedule.composed import ClusterPolicy
 from springtide.schedule.ers import Elastic, Signals
 from springtide.schedule.events import (
     Admitted,
@@ -18,6 +19,8 @@ from springtide.schedule.events import (
     Placed,
     RankJoined,
     Ready,
+    Role,
+    RoleChanged,
     StepEnded,
     StepStarted,
     SwitchRole,
@@ -26,6 +29,8 @@ from springtide.schedule.events import (
     Updated,
 )
 from springtide.schedule.forecast import Split, groups_per_s, step_s
+from springtide.schedule.lending import Lending
+from springtide.schedule.placement import LeastLoaded
 from springtide.schedule.policy import Bounds, Layout
 from springtide.schedule.ra2p import Piece, arrivals, choose, hidden_s, predict_s
 from springtide.schedule.readiness import Readiness
@@ -199,3 +204,76 @@ def test_generation_is_forecast_by_the_measured_turns() -> None:
     state.group_tokens.add(1000.0)
     # 4 groups at 1.33 a second take 3 s; training 4 x 1 s on one rank takes 4 s.
     assert step_s(state, bounds, 4, "none", Split(2, 0, 1)) == pytest.approx(4.0)
+
+
+# --- lending ----------------------------------------------------------------------------------------------------------
+
+
+def lending() -> tuple[Lending, Readiness]:
+    bounds = Bounds(groups=4, concurrency=99, bound=2)
+    roles, state = Lending(bounds, Layout(1, 0, 2, 2, "none", sharded=True)), Readiness({"a": 1.0})
+    state.follow(ClusterPolicy(bounds, LeastLoaded(), roles))
+    play(state, RankJoined(0, "r0", "rollout", 1000))
+    for name in ("t0", "t1"):
+        play(state, RankJoined(0, name, "trainer", 1000, True))
+    return roles, state
+
+
+OUT = [SwitchRole("t0", "rollout"), SwitchRole("t1", "rollout")]
+HOME = [SwitchRole("t0", "trainer"), SwitchRole("t1", "trainer")]
+
+
+def changed(state: Readiness, t: float, role: Role) -> None:
+    play(state, RoleChanged(t, "t0", role), RoleChanged(t, "t1", role))
+
+
+def step(state: Readiness, t: float) -> None:
+    """The first four groups that are ready, in 10 s."""
+    play(state, StepStarted(t, tuple(list(state.buffer)[:4])), Updated(t + 10), StepEnded(t + 10, state.step + 1))
+
+
+def test_all_trainer_ranks_play_at_the_start_and_come_home_for_the_first_step() -> None:
+    roles, state = lending()
+    assert roles.decide(state) == OUT
+    changed(state, 2, "rollout")
+    assert roles.decide(state) == []
+    for visit in range(4):
+        play(state, Admitted(3, visit, "a", 0), Ready(10 + visit, visit))
+    assert roles.unready(state) == "2 trainer ranks still play"
+    assert roles.decide(state) == HOME
+    changed(state, 15, "trainer")
+    assert roles.unready(state) is None
+
+
+@pytest.mark.parametrize(("switch", "lends"), [(2.0, True), (20.0, False)])
+def test_ranks_are_lent_where_what_is_missing_comes_sooner_by_more_than_the_changes_take(
+    switch: float, lends: bool
+) -> None:
+    """One rank makes a group in 10 s, so 4 missing take 40 s. With two more and changes of 2 s: 4 s, and 3.6 groups at
+    three times the rate, 12 s. With changes of 20 s nothing would be left."""
+    roles, state = lending()
+    play(state, Measured(0, "switch", switch))
+    for visit in range(8):
+        play(state, Admitted(0, visit, "a", 0))
+    for visit in range(4):
+        play(state, Ready(30, visit))
+    roles.decide(state)
+    step(state, 30)
+    state.group_rank_s.value = 10.0
+    for visit in range(4, 8):
+        play(state, Ready(40, visit))
+    roles.decide(state)
+    step(state, 40)  # nothing is ready for the next
+    assert (roles.decide(state) == OUT) is lends
+
+
+def test_an_evaluation_between_steps_begins_with_all_ranks() -> None:
+    roles, state = lending()
+    play(state, Measured(0, "switch", 1000.0))
+    for visit in range(4):
+        play(state, Admitted(0, visit, "a", 0), Ready(1, visit))
+    roles.decide(state)
+    step(state, 1)
+    assert roles.decide(state) == []
+    play(state, Evaluation(12, True))
+    assert roles.decide(state) == OUT

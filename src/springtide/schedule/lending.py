@@ -2,22 +2,33 @@
 
 Owns: the roles of `springtide`. Beside one rank a step (`ers.Elastic`), the lendable trainer ranks that are at home go
 out together when a step has ended, if what is missing from the next is made sooner so, both changes of role included;
-and come home early enough to train at once when it is complete. A run starts with all of them out. This is what a
-static split cannot do: where the bottleneck moves within a step, the ranks follow it.
+and come home early enough to train at once when it is complete. A run and an evaluation start with all of them out.
+This is what a static split cannot do: where the bottleneck moves within a step, the ranks follow it.
 Called by: `registry.py`.
 """
 
 from __future__ import annotations
 
 from springtide.schedule.ers import Elastic, Move
-from springtide.schedule.events import Action, Began, Event, RankJoined, RankLeft, Ready, Role, RoleChanged, StepEnded
+from springtide.schedule.events import (
+    Action,
+    Began,
+    Evaluation,
+    Event,
+    RankJoined,
+    RankLeft,
+    Ready,
+    Role,
+    RoleChanged,
+    StepEnded,
+)
 from springtide.schedule.forecast import groups_per_s
 from springtide.schedule.parts import Episode
 from springtide.schedule.readiness import Readiness
 
 _SAVES = 0.1  # of the wait, at least
 _SWITCH_S = 5.0  # one change of role: half of verl's guess for both
-_NEWS = frozenset({Began, RankJoined, RankLeft, Ready, RoleChanged, StepEnded})
+_NEWS = frozenset({Began, Evaluation, RankJoined, RankLeft, Ready, RoleChanged, StepEnded})
 
 
 class Lending(Elastic):
@@ -41,7 +52,7 @@ class Lending(Elastic):
         elif isinstance(event, StepEnded):
             self._want = None
             self._lends = self._pays(state)
-        elif isinstance(event, Began):
+        elif isinstance(event, Began) or (isinstance(event, Evaluation) and event.running):
             self._lends = True
         if self._lends and not state.step_running and self._nearly(state):
             self._lends = False
