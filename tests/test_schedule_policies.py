@@ -41,7 +41,7 @@ _CLUSTERS = st.builds(
 
 
 # A failure is not shrunk: the seed of what failed is enough, and a world takes a while.
-@settings(max_examples=12, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=8, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
     bounds=_BOUNDS,
     cluster=_CLUSTERS,
