@@ -481,6 +481,8 @@ _PURPOSE = {
     "multitask": "One policy for three suites, and what its two devices are worth",
     "ray_overhead": "What the Ray runtime costs on one machine",
     "publish": "Publication of weights, fingerprint included, in copies of the same bytes",
+    "scheduler_speed": "How fast the scheduler decides",
+    "simulator_validation": "The simulated cluster against formulas and published figures",
     "vllm_learning": "The quickstart on vLLM and on the local engine, at equal steps",
 }
 

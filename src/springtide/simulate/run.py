@@ -142,6 +142,26 @@ class Simulation:
     def layout(self, policy: str, share: float | None = None) -> Layout:
         return layout(policy, replace(self.room, share=share))
 
+    def world(self, seed: int) -> World:
+        """What a cluster of this setup plays on."""
+        setup, workload = self.setup, self.workload
+
+        def won(visit: int, members: int) -> list[bool]:
+            return success(workload, seed, visit, members)
+
+        return World(
+            suites={"tasks": (1.0, self._source(seed), won)},
+            roofline=self.roofline,
+            trains=self.roofline,
+            budget=self.budget,
+            costs=self.costs,
+            evaluate_every=setup.evaluate_every,
+            evaluate=setup.evaluate,
+            deaths_s=setup.deaths_s,
+            equal=True,
+            reference=setup.reference != "none",
+        )
+
     def shares(self) -> list[float]:
         """Of ranks that play, all that leave room for the trainer."""
         return [n / self.ranks for n in range(1, self.ranks - self.room.trainers + 1)]
@@ -155,24 +175,7 @@ class Simulation:
         record: Callable[[Event | Action], None] | None = None,
     ) -> Row:
         """One run. share: of ranks that play, where the policy is to start so. Raises: Stuck."""
-        setup, at = self.setup, self.layout(policy, share)
-        workload = self.workload
-
-        def won(visit: int, members: int) -> list[bool]:
-            return success(workload, seed, visit, members)
-
-        world = World(
-            suites={"tasks": (1.0, self._source(seed), won)},
-            roofline=self.roofline,
-            trains=self.roofline,
-            budget=self.budget,
-            costs=self.costs,
-            evaluate_every=setup.evaluate_every,
-            evaluate=setup.evaluate,
-            deaths_s=setup.deaths_s,
-            equal=True,
-            reference=setup.reference != "none",
-        )
+        setup, at, world = self.setup, self.layout(policy, share), self.world(seed)
         cluster = Cluster(world, make_policy(policy, self.bounds, at), self.bounds, at, seed=seed, record=record)
         cluster.run(setup.warm)
         before = _Totals(cluster)
