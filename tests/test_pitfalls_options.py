@@ -40,6 +40,7 @@ from springtide.trace import Group, TaskRef, Trajectory
 from springtide.trainer.rank import Rank
 
 SOURCE = Path(springtide.__file__).parent
+FRONTIER = ("centre", "width", "candidates", "explore", "cooldown", "retire_after")
 # Every option, and a test that fails if it is ignored. Options of one value (`fabric.mode`, say) change nothing yet.
 SHOWN_BY = {
     "run.name": "test_what_cannot_run_is_refused_before_anything_starts",
@@ -88,6 +89,17 @@ SHOWN_BY = {
     "rollout.group.min_members": "test_a_member_that_hangs_for_ever_does_not_stop_its_group",
     "rollout.group.retries": "test_retries_are_made_at_once_as_often_as_configured",
     "rollout.group.deadline_s": "test_a_member_that_hangs_for_ever_does_not_stop_its_group",
+    "rollout.sampling.kind": "test_every_option_of_sampling_changes_what_is_drawn",
+    "rollout.sampling.ema": "test_every_option_of_sampling_changes_what_is_drawn",
+    "rollout.sampling.centre": "test_every_option_of_sampling_changes_what_is_drawn",
+    "rollout.sampling.width": "test_every_option_of_sampling_changes_what_is_drawn",
+    "rollout.sampling.candidates": "test_every_option_of_sampling_changes_what_is_drawn",
+    "rollout.sampling.explore": "test_every_option_of_sampling_changes_what_is_drawn",
+    "rollout.sampling.cooldown": "test_every_option_of_sampling_changes_what_is_drawn",
+    "rollout.sampling.retire_after": "test_every_option_of_sampling_changes_what_is_drawn",
+    "rollout.sampling.pass_rates": "test_every_option_of_sampling_changes_what_is_drawn",
+    "rollout.sampling.pass_low": "test_every_option_of_sampling_changes_what_is_drawn",
+    "rollout.sampling.pass_high": "test_every_option_of_sampling_changes_what_is_drawn",
     "rollout.stale_probability": "test_stale_turns_are_drawn_at_their_share_from_the_pool_and_counted_apart",
     "rollout.stale_refresh": "test_stale_turns_are_drawn_at_their_share_from_the_pool_and_counted_apart",
     "staleness.bound": "test_no_bound_is_ever_passed_and_every_run_goes_on",
@@ -205,6 +217,9 @@ def test_every_option_can_be_set_on_the_command_line(tmp_path: Path, key: str) -
         "algorithm.weight_cap": (recompute,),
         "algorithm.correction_level": (recompute,),
         "algorithm.weight_floor": (recompute, "algorithm.correction=mask"),
+        "rollout.sampling.pass_low": ("rollout.sampling.pass_rates=f",),
+        "rollout.sampling.pass_high": ("rollout.sampling.pass_rates=f",),
+        **{f"rollout.sampling.{name}": ("rollout.sampling.kind=frontier",) for name in FRONTIER},
         "trainer.param_dtype": ("trainer.sharding=fsdp",),
         "trainer.reduce_dtype": ("trainer.sharding=fsdp",),
     }.get(key, ())

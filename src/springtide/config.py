@@ -15,41 +15,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from springtide.sampling import SamplingTable
+from springtide.tables import Decay, LearningRate, Natural, Positive, Processes, Seconds, Share, Table
 from springtide.trace import REWARD_LIMIT
 
-# Upper bounds stand where no machine and no sense reach: a slip of the keyboard must not end in a library's traceback.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 100.0  # logits are divided by it, in float32
-_MOST = 10**9  # of whatever is counted
-_NAME = 240  # bytes of a file's name: 255 on every file system we know, less what a run appends
-
-Positive = Annotated[int, Field(gt=0, le=_MOST)]
-Natural = Annotated[int, Field(ge=0, le=_MOST)]
-Processes = Annotated[int, Field(gt=0, le=1000)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Seconds = Annotated[float, Field(ge=1e-3, le=1e6)]
-LearningRate = Annotated[float, Field(gt=0, le=10)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ConfigError(Exception):
     """A configuration that cannot run. One line: which key, what was given, what is allowed."""
-
-
-class Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @field_validator("*")
-    @classmethod
-    def _usable(cls, value: Any) -> Any:
-        """Texts become paths and arguments of programs, which know no NUL."""
-        if isinstance(value, str):
-            if "\0" in value:
-                raise ValueError(f"{value!r:.80} holds a NUL character, which no path and no name can")
-            if any(len(part.encode()) > _NAME for part in value.split("/")):
-                raise ValueError(f"{value!r:.80}... has a part of more than {_NAME} bytes, too long for a file's name")
-        return value
 
 
 class Run(Table):
@@ -197,6 +173,7 @@ class Rollout(Table):
     concurrency: int = Field(24, gt=0, le=100_000, description="groups in flight")
     context: Literal["full"] = Field("full", description="what a turn sees of the episode: all of it")
     group: GroupTable = GroupTable()
+    sampling: SamplingTable = SamplingTable()
     stale_probability: Share = Field(0.0, description="cross-policy sampling: share of turns drawn from the stale pool")
     stale_refresh: Positive = Field(10, description="steps between refreshes of the stale pool")
 

@@ -1,6 +1,7 @@
 """The ledger: what was drawn, what became of it, and which step learned from it, in one SQLite file.
 
-Owns: `ledger.sqlite`. One row a visit (a group), one row an attempt at a member. Invariants: a visit ends exactly once
+Owns: `ledger.sqlite`. One row a visit (a group), one row an attempt at a member, one row a change of a task's
+capability. Invariants: a visit ends exactly once
 along the surviving lineage, `trained` at one (incarnation, step) or `dropped` with a cause; a group's file is durable
 before its visit is `ready`; an attempt that ended because a process died does not use up a retry.
 Called by: the driver and its feeder; `observe` reads it. Every method is one transaction.
@@ -37,6 +38,10 @@ CREATE TABLE attempts (
     status TEXT NOT NULL, cause TEXT, detail TEXT, reward REAL, success INTEGER, tokens INTEGER NOT NULL DEFAULT 0,
     killed INTEGER NOT NULL DEFAULT 0,          -- lost to a killed process: uses up no retry
     PRIMARY KEY (visit, member, retry));
+CREATE TABLE capability (                       -- a row a played visit, in the order they ended
+    place INTEGER PRIMARY KEY, visit INTEGER NOT NULL UNIQUE, suite TEXT NOT NULL, task TEXT NOT NULL,
+    wins INTEGER NOT NULL, played INTEGER NOT NULL,
+    p REAL NOT NULL);                           -- the task's capability from then on
 CREATE TABLE rollbacks (incarnation INTEGER PRIMARY KEY, to_step INTEGER NOT NULL, visits INTEGER NOT NULL, at REAL);
 """
 _NOT_ITS_CONTENT = tuple(f"SQLITE_{fault}" for fault in ("FULL", "IOERR", "BUSY", "LOCKED", "READONLY", "CANTOPEN"))
@@ -60,6 +65,18 @@ class VisitRow:
     path: str | None
     summary: dict[str, Any] | None
     step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a visit said of its task: `wins` of `played` members, and the task's capability `p` from then on."""
+
+    visit: int
+    suite: str
+    task: str
+    wins: int
+    played: int
+    p: float
 
 
 class Ledger:
@@ -136,6 +153,17 @@ class Ledger:
             raise LedgerError(f"visit {visit} cannot be dropped: it is {row[0] if row else 'unknown'}")
         self._move(visit, row[0], "dropped", cause=cause, ended_at=time.time())
 
+    def learned(self, outcome: Outcome) -> None:
+        """A visit's members were played and scored; each visit says so once."""
+        self._db.execute(
+            "INSERT INTO capability (visit, suite, task, wins, played, p) VALUES (?,?,?,?,?,?)",
+            (outcome.visit, outcome.suite, outcome.task, outcome.wins, outcome.played, outcome.p),
+        )
+
+    def knows(self, visit: int) -> bool:
+        """Whether the visit's outcome is recorded: it was played to its end before, and lost on the way to `ready`."""
+        return self._db.execute("SELECT 1 FROM capability WHERE visit = ?", (visit,)).fetchone() is not None
+
     def same_as_before(self, what: str, fingerprint: str) -> bool:
         """Whether `what` had this fingerprint when the run began; the first one given is remembered."""
         before = self._get(f"fingerprint/{what}", fingerprint)
@@ -201,6 +229,16 @@ class Ledger:
             )
             for v, task, draw, n, birth, state, cause, path, summary, step in rows
         ]
+
+    def outcomes(self) -> list[Outcome]:
+        """What was learned of tasks, in the order in which it was."""
+        query = "SELECT visit, suite, task, wins, played, p FROM capability ORDER BY place"
+        return [Outcome(*row) for row in self._db.execute(query)]
+
+    def last_draws(self) -> list[tuple[str, str, int]]:
+        """(suite, task, its newest draw) of every task that was drawn."""
+        query = "SELECT suite, json_extract(task, '$.id') AS id, max(draw) FROM visits GROUP BY suite, id"
+        return self._db.execute(query).fetchall()
 
     # --- counts -----------------------------------------------------------------------------------------------------
 

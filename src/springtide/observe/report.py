@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from springtide.ledger import VisitRow
-from springtide.observe import charts, transcripts
+from springtide.observe import capability, charts, transcripts
 from springtide.observe.charts import Line, Mark
 from springtide.observe.markup import Html, join, page, tag, wide_table
 from springtide.observe.pace import describe, summarise_pace
@@ -65,6 +65,7 @@ def render(run: RunView, *, live_s: float = 0.0, served: bool = False) -> str:
         ("time", "Where the time went", _time(run)),
         ("losses", "What was lost", _losses(run)),
         ("episodes", "Before and after", _episodes(run)),
+        ("capability", "Capability", capability.section(run)),
         ("groups", "Training groups", _groups(run)),
         ("run", "The run", _run(run)),
     ]

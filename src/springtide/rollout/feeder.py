@@ -20,7 +20,7 @@ from typing import Any
 
 from springtide.algorithms.advantages import GroupRewards, Member, advantages, effective_reward
 from springtide.config import Config
-from springtide.ledger import Ledger
+from springtide.ledger import Ledger, Outcome
 from springtide.process import CONTROL_S, task_group
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
 from springtide.rollout.playtime import PlayTime
@@ -28,7 +28,7 @@ from springtide.rollout.pool import RolloutWorker, WorkerPool
 from springtide.schedule.events import Abort, Action, Admit, Admitted, Dropped, Evaluation, Event, Ready
 from springtide.schedule.policy import Policy
 from springtide.schedule.readiness import Readiness
-from springtide.schedule.sampling import UniformSampler
+from springtide.schedule.sampling import Sampler
 from springtide.trace import TaskRef, version_step
 from springtide.wire import ConnectionLost, DeadlineExceeded, RemoteError
 
@@ -88,7 +88,7 @@ class Feeder:
         ledger: Ledger,
         state: Readiness,
         policy: Policy,
-        samplers: Mapping[str, UniformSampler],
+        samplers: Mapping[str, Sampler],
         pool: WorkerPool,
         versions: Versions,
         directory: Path,
@@ -102,6 +102,7 @@ class Feeder:
         self._groups: dict[int, asyncio.Task[None]] = {}
         self._given_up: dict[int, str] = {}  # groups that are being cancelled, and why
         self._draws = ledger.draws()
+        self._playing: dict[int, tuple[TaskRef, int]] = {}  # visit -> its task, its draw
         self._next_visit = ledger.next_visit()
         self._play_time = PlayTime()
         self._wake = asyncio.Event()
@@ -197,6 +198,7 @@ class Feeder:
         task = self._samplers[suite].task(draw)
         self._draws[suite] += 1
         self._next_visit += 1
+        self._playing[visit] = task, draw
         birth = self._versions.current
         self._ledger.draw(visit, task, draw, self._config.rollout.group.n, birth)
         self.apply(Admitted(time.time(), visit, suite, version_step(birth)))
@@ -210,6 +212,8 @@ class Feeder:
                 self.summaries[row.visit] = row.summary
                 self.apply(Ready(time.time(), row.visit))
             else:
+                self._samplers[row.task.suite].resume(row.draw, row.task.id)
+                self._playing[row.visit] = row.task, row.draw
                 self._groups[row.visit] = tasks.create_task(self._group(row.visit, row.task), name=f"group {row.visit}")
 
     # --- one group --------------------------------------------------------------------------------------------------
@@ -334,6 +338,7 @@ class Feeder:
                 "stale_steps": [step for _, s in sorted(members.items()) for step in s.stale_steps],
                 "births": [s.birth for _, s in sorted(members.items())],
             }
+            self._played(visit, members)
             self._ledger.ready(visit, path.name, summary)
             self.summaries[visit] = summary
             self.counts.kept_tokens.append(tokens)
@@ -371,7 +376,18 @@ class Feeder:
                 'limits if replies are cut (rollout.max_new_tokens), or algorithm.equal_rewards = "keep"'
             )
 
+    def _played(self, visit: int, members: Mapping[int, EpisodeSummary]) -> None:
+        """The visit plays no more: its sampler and the ledger learn, once, what came of it."""
+        if (playing := self._playing.pop(visit, None)) is None:
+            return
+        task, draw = playing
+        scored = () if self._ledger.knows(visit) else tuple(s for s in members.values() if s.cause is None)
+        wins = sum(bool(s.success) for s in scored)
+        if (p := self._samplers[task.suite].ended(draw, wins, len(scored))) is not None:
+            self._ledger.learned(Outcome(visit, task.suite, task.id, wins, len(scored), p))
+
     async def _forget(self, worker: RolloutWorker, visit: int, cause: str, members: dict[int, EpisodeSummary]) -> None:
+        self._played(visit, members)
         self._drop(visit, cause)
         tokens = sum(s.generated for s in members.values())
         self.counts.dropped_tokens.append(tokens)
@@ -396,6 +412,7 @@ class Feeder:
 
     def _drop(self, visit: int, cause: str) -> None:
         """End the visit without training; what of it is in flight or ready is given up and counted."""
+        self._played(visit, {})
         self._ledger.drop(visit, cause)
         self.counts.dropped[cause] += 1
         if (summary := self.summaries.pop(visit, None)) is not None:

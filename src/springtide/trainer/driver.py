@@ -25,6 +25,7 @@ from springtide.observe.metrics import Metrics, Summary, commit, summarise
 from springtide.observe.plots import label_of
 from springtide.observe.sinks import plain, read_records
 from springtide.process import CONTROL_S, task_group
+from springtide.rollout.draws import make_samplers
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
 from springtide.rollout.evaluate import EvalResult, eval_tasks, evaluate
 from springtide.rollout.feeder import BrokenRun, Feeder, Versions
@@ -35,7 +36,6 @@ from springtide.runtime.ranks import Rank
 from springtide.schedule.events import Began, Evaluation, StepEnded, StepStarted, event_to_json
 from springtide.schedule.policy import Batch, Bounds, Wait
 from springtide.schedule.readiness import Readiness
-from springtide.schedule.sampling import UniformSampler
 from springtide.schedule.simple import make_policy
 from springtide.trace import TaskRef, atomic_write, make_version
 from springtide.trainer.checkpoint import NotFinite
@@ -94,7 +94,7 @@ class Driver:
             ledger=ledger,
             state=self._state,
             policy=self._policy,
-            samplers={s: UniformSampler(s, tasks, config.run.seed) for s, tasks in trainable.items()},
+            samplers=make_samplers(config, trainable, weights, ledger),
             pool=runtime.pool,
             versions=self._versions,
             directory=directory.trajectories,
