@@ -482,6 +482,7 @@ _PURPOSE = {
     "ray_overhead": "What the Ray runtime costs on one machine",
     "publish": "Publication of weights, fingerprint included, in copies of the same bytes",
     "scheduler_speed": "How fast the scheduler decides",
+    "simulated": "Scheduling policies on simulated clusters",
     "simulator_validation": "The simulated cluster against formulas and published figures",
     "vllm_learning": "The quickstart on vLLM and on the local engine, at equal steps",
 }
