@@ -196,7 +196,8 @@ class Pools:
                 tokens = episode.context or int(self._order.needs(state, episode))
                 mark.part = here.footprint.add(tokens, episode.since, now)
             here.acting.push(mark.stamp, episode, here.rank.live)
-        self._line_up(state, episode, mark, here)
+        if mark.queued or phase == "returned" or phase == "waiting":
+            self._line_up(state, episode, mark, here)
         if here is not None:
             self._refresh(state, here)
 
@@ -229,13 +230,12 @@ class Pools:
         """Reckon anew what it holds and what fits: its budget less `used`, less one more turn of each episode (at
         least `head_room` of the budget; tiderl_async 1.8.2)."""
         rank = pool.rank
-        used = rank.decoding_tokens + pool.footprint.value(state.now)
+        used, tokens, budget = rank.decoding_tokens + pool.footprint.value(state.now), rank.tokens, rank.budget
         self.used += used - pool.used
-        self.tokens += rank.tokens - pool.tokens
-        pool.used, pool.tokens = used, rank.tokens
-        pool.growth = self._growth
-        spare = max(self._head_room * rank.budget, self._ahead * pool.growth * rank.live)
-        pool.room = rank.budget - spare - used
+        self.tokens += tokens - pool.tokens
+        pool.used, pool.tokens, pool.growth = used, tokens, self._growth
+        spare = self._ahead * self._growth * rank.live
+        pool.room = budget - used - (spare if spare > self._head_room * budget else self._head_room * budget)
         self._stamp += 1
         pool.stamp = self._stamp
         self.dirty[pool.name] = self._moved[pool.name] = pool
