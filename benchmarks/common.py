@@ -478,6 +478,7 @@ _PURPOSE = {
     "kills": "How soon a run goes on after a process, an actor or a node is killed, and what is lost",
     "latency": "Asynchronous against synchronous, with tools that answer late",
     "learning": "The quickstart's claim",
+    "frontier": "Samplers against uniform on a pool of mixed levels, at equal rollouts",
     "multitask": "One policy for three suites, and what its two devices are worth",
     "ray_overhead": "What the Ray runtime costs on one machine",
     "publish": "Publication of weights, fingerprint included, in copies of the same bytes",

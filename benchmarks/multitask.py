@@ -301,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"this would measure {running}, not the sources beside it; set PYTHONPATH={SOURCES.parent}")
     size = replace(QUICK, sets=(*QUICK.sets, *args.set)) if args.quick else Size()
     try:
-        with _terminable():
+        with terminable():
             _main(args, parser, size)
     except ConfigError as error:
         parser.error(str(error))
@@ -311,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 @contextlib.contextmanager
-def _terminable() -> Iterator[None]:
+def terminable() -> Iterator[None]:
     """SIGTERM is as Ctrl-C: the cell under way ends with all its processes, and is not stored."""
     before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with it ignored
