@@ -125,7 +125,8 @@ class Simulation:
         """The share of rank-seconds that training takes, by the roofline, if ranks play at full KV."""
         source, setup = self._source(0), self.setup
         plans = [source(visit, 0, 0) for visit in range(64)]
-        tokens, pairs = fmean(p.tokens for p in plans), fmean(causal_pairs(p.tokens) for p in plans)
+        shared = 1 - 1 / setup.members  # of a prompt, which a group's tree of tokens holds once
+        tokens, pairs = fmean(p.tokens - shared * p.prompt for p in plans), fmean(causal_pairs(p.tokens) for p in plans)
         train = train_s(self.roofline, tokens, pairs)
         if setup.reference != "none":
             train += self.roofline.logprobs_s(tokens, pairs)
@@ -137,7 +138,10 @@ class Simulation:
             decode_s = sampled * self.roofline.engine_step_s(decode=batch, context=batch * context)
             batch = max(1.0, (batch + batch * decode_s / (decode_s + tool_s)) / 2)
         play = sampled * self.roofline.engine_step_s(decode=batch, context=batch * context) / batch
-        return train / (train + play)
+        play += self.roofline.prefill_s(tokens - sampled, pairs)
+        won = [success(self.workload, 0, visit, setup.members) for visit in range(256)]
+        taught = fmean(any(group) and not all(group) for group in won)  # the others are played and not trained
+        return train / (train + play / max(taught, 0.05))
 
     def layout(self, policy: str, share: float | None = None) -> Layout:
         return layout(policy, replace(self.room, share=share))
