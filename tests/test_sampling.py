@@ -208,14 +208,14 @@ def test_the_frontier_is_the_3b_best_and_a_fifth_comes_from_outside_it() -> None
     rates = {f"t{i}": 0.5 + i / 120 for i in range(60)}
     inside: Counter[int] = Counter()
     sampler = make("frontier", 60, rates=rates, batch=4)
-    for draw in range(8000):
+    for draw in range(4000):
         place = int(sampler.task(draw).id[1:])
         assert (place >= 12) == (draw % 5 == 4)
         sampler.ended(draw, 0, 0)
         inside[place] += place < 12
     weights = np.exp(-((np.arange(12) / 120) ** 2) / (2 * 0.25**2))
     shares = np.array([inside[i] for i in range(12)]) / inside.total()
-    assert shares == pytest.approx(weights / weights.sum(), abs=0.02)
+    assert shares == pytest.approx(weights / weights.sum(), abs=0.03)
 
 
 def test_a_batch_drawn_at_once_is_without_replacement_from_one_frontier() -> None:
@@ -253,7 +253,7 @@ def test_the_prefilter_keeps_measured_tasks_within_the_bounds_both_included() ->
 # --- what it is for ---------------------------------------------------------------------------------------------------
 
 
-def mixed_share(kind: str, seed: int, chance: Callable[[int], float], n: int = 120, draws: int = 2000) -> float:
+def mixed_share(kind: str, seed: int, chance: Callable[[int], float], n: int = 80, draws: int = 1200) -> float:
     """Share of groups of 8 with both outcomes, of the second half of the draws; 16 groups in flight."""
     player = Player(SAMPLERS[kind]("s", tasks(n), seed, Rules(batch=16)))
     luck = random.Random(seed)
@@ -276,5 +276,5 @@ def test_on_a_pool_of_wide_spread_more_groups_are_mixed_than_under_uniform(kind:
 
     # Soft weights without a cut, as 4p(1-p) has, still visit what they should not: most tasks are of that kind.
     ahead = 0.1 if kind == "difficulty" else 0.2
-    for seed in range(3):
+    for seed in range(2):
         assert mixed_share(kind, seed, chance) > mixed_share("uniform", seed, chance) + ahead
