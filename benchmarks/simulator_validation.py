@@ -50,12 +50,12 @@ def conservation(quick: bool) -> Row:
 
 def limit(quick: bool) -> Row:
     """Generation bound, no latency, no KV limit: the roofline of the batch."""
-    cluster = play(one_turn(2000, 0.0, 4000), Bounds(8, 256, 31), Layout(2, 0, 6), 60 if quick else 300)
+    cluster = play(one_turn(2000, 0.0, 4000), Bounds(8, 128, 31), Layout(2, 0, 6), 60 if quick else 300)
     first, last = cluster.steps[len(cluster.steps) // 2], cluster.steps[-1]
     rate = (last[2] - first[2]) / (last[0] - first[0])
     roofline = Roofline(DEVICES["h100"], Shape.of("qwen2.5-7b"))
-    predicted = 2 * 128 / roofline.engine_step_s(decode=128, context=128 * 1200)
-    return _within("tokens/s of two ranks with 128 equal sequences each", rate, "tokens/s", predicted, 0.05)
+    predicted = 2 * 64 / roofline.engine_step_s(decode=64, context=64 * 1200)
+    return _within("tokens/s of two ranks with 64 equal sequences each", rate, predicted, 0.05)
 
 
 def staleness(quick: bool) -> list[Row]:
@@ -94,8 +94,9 @@ def bounds_sweep(quick: bool) -> list[Row]:
 
 
 def asynchronous(quick: bool) -> Row:
-    """verl, 7B with 28k contexts on 32 to 128 H20: 1.93 to 2.68 times synchronous."""
-    setup = Setup(workload="math", device="h20", gpus=32, groups=64, reference="none", bound=1, warm=2, steps=3)
+    """verl, 7B with 28k contexts on 32 to 128 H20: 1.93 to 2.68 times synchronous. Groups of equal rewards stay, as
+    there: refilling them in whole waves would cost the synchronous policy several tails a step."""
+    setup = Setup("math", device="h20", gpus=32, groups=64, reference="none", refill=False, bound=1, warm=2, steps=3)
     simulation = Simulation(setup if quick else replace(setup, steps=8))
     share = 0.5 if quick else simulation.best_share("fixed_split")
     ratio = simulation.run("synchronous", 0).step_s / simulation.run("fixed_split", 0, share=share).step_s
@@ -129,19 +130,17 @@ def pressure(quick: bool) -> list[Row]:
     return rows
 
 
-def _within(target: str, value: float, unit: str, expected: float, share: float) -> Row:
-    return Row(
-        f"{target}: relative distance from {expected:,.0f}", abs(value / expected - 1), "share", "simulated", value,
-        required=share, at_most=True, extra={"unit": unit},
-    )  # fmt: skip
+def _within(target: str, value: float, expected: float, share: float) -> Row:
+    what = f"{target}: relative distance from {expected:,.0f}"
+    return Row(what, abs(value / expected - 1), "share", required=share, at_most=True, extra={"simulated": value})
 
 
 def _between(target: str, value: float, published: float, low: float, high: float) -> Row:
     """Required: inside [low, high], judged as the distance from its middle in half widths."""
     distance = abs(value - (low + high) / 2) / ((high - low) / 2)
     return Row(
-        f"{target}: {low:g} to {high:g} allowed", distance, "half widths", "simulated", value,
-        required=1.0, at_most=True, extra={"published": published, "simulated": value},
+        f"{target}: {value:.2f}, {low:g} to {high:g} allowed", distance, "half widths", required=1.0, at_most=True,
+        extra={"published": published, "simulated": value},
     )  # fmt: skip
 
 

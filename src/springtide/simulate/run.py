@@ -34,7 +34,8 @@ _HALF = 16.0  # steps of staleness at which a group teaches half of what a fresh
 class Setup:
     """What is simulated. workload: a preset's name, or laws; source: episodes of a trace instead; gpus: in all; tensor:
     of one rank; groups, members: of a step, of a group; concurrency: groups in flight, None: all that the staleness
-    bound lets; reference: whether there is a KL term, and where its weights are; evaluate_every, evaluate: steps
+    bound lets; reference: whether there is a KL term, and where its weights are; refill: groups of equal rewards are
+    dropped and others drawn for them; evaluate_every, evaluate: steps
     between evaluations, tasks of one; warm, steps: those before the figures begin, those in them."""
 
     workload: str | Workload = "webshop"
@@ -48,6 +49,7 @@ class Setup:
     concurrency: int | None = None
     bound: int = 2
     reference: Literal["none", "resident", "swapped"] = "swapped"
+    refill: bool = True
     evaluate_every: int = 0
     evaluate: int = 0
     deaths_s: float = 0.0
@@ -140,7 +142,9 @@ class Simulation:
         play = sampled * self.roofline.engine_step_s(decode=batch, context=batch * context) / batch
         play += self.roofline.prefill_s(tokens - sampled, pairs)
         won = [success(self.workload, 0, visit, setup.members) for visit in range(256)]
-        taught = fmean(any(group) and not all(group) for group in won)  # the others are played and not trained
+        taught = (
+            1.0 if not setup.refill else fmean(any(group) and not all(group) for group in won)
+        )  # the others are played and not trained
         return train / (train + play / max(taught, 0.05))
 
     def layout(self, policy: str, share: float | None = None) -> Layout:
@@ -162,7 +166,7 @@ class Simulation:
             evaluate_every=setup.evaluate_every,
             evaluate=setup.evaluate,
             deaths_s=setup.deaths_s,
-            equal=True,
+            equal=setup.refill,
             reference=setup.reference != "none",
         )
 
