@@ -62,7 +62,7 @@ SHOWN_BY = {
     "engine.vllm.urls": "test_a_stale_pool_is_one_more_engine_and_evaluations_need_no_slot",
     "engine.vllm.dtype": "test_sizes_and_options_reach_the_server_and_its_own_arguments_win",
     "engine.vllm.args": "test_sizes_and_options_reach_the_server_and_its_own_arguments_win",
-    "engine.vllm.start_s": "test_a_url_where_nobody_answers_is_one_line",
+    "engine.vllm.start_s": "test_a_url_where_nobody_answers_is_said_at_once",
     "runtime.rollout_workers": "test_options_of_the_loop_take_effect",
     "runtime.env_workers": "test_options_of_the_loop_take_effect",
     "runtime.start_s": "test_waiting_for_a_worker_has_the_configured_deadline",
