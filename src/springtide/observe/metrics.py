@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from springtide.engine.protocol import EngineStats
 from springtide.observe.pace import PaceMeter, summarise_pace
 from springtide.observe.sinks import Sink, read_records
+from springtide.process import task_group
 from springtide.rollout.evaluate import EvalResult
 from springtide.rollout.feeder import Counts
 from springtide.schedule.readiness import Readiness
@@ -103,17 +104,19 @@ class Metrics:
 
     async def watch_loop(self) -> None:
         """Sample the driver's event-loop lag, and the memory of all processes of the run."""
-        next_memory = time.monotonic()
+        async with task_group() as tasks:
+            tasks.create_task(self._watch_memory())  # beside it: a lag while it looks is a lag
+            while True:
+                before = time.monotonic()
+                await asyncio.sleep(_LAG_SAMPLE_S)
+                self._lags.append(max(0.0, time.monotonic() - before - _LAG_SAMPLE_S))
+
+    async def _watch_memory(self) -> None:
         while True:
-            before = time.monotonic()
-            await asyncio.sleep(_LAG_SAMPLE_S)
-            self._lags.append(max(0.0, time.monotonic() - before - _LAG_SAMPLE_S))
-            if time.monotonic() >= next_memory:
-                begun = time.monotonic()
-                total = await asyncio.to_thread(pss_mib, [os.getpid()])  # all others are its children
-                now = time.monotonic()
-                next_memory = now + max(_MEMORY_SAMPLE_S, (now - begun) / _MEMORY_SHARE)
-                self.peak_pss_mib = max(self.peak_pss_mib, total)
+            begun = time.monotonic()
+            total = await asyncio.to_thread(pss_mib, [os.getpid()])  # all others are its children
+            self.peak_pss_mib = max(self.peak_pss_mib, total)
+            await asyncio.sleep(max(_MEMORY_SAMPLE_S, (time.monotonic() - begun) / _MEMORY_SHARE))
 
     def waiting(self, reason: str, admission: str) -> None:
         self._display.waiting(reason, admission)
