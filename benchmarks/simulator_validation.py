@@ -42,9 +42,7 @@ def play(workload: Workload, bounds: Bounds, layout: Layout, steps: int, seed: i
 def conservation(quick: bool) -> Row:
     """Tokens that are neither trained, discarded, nor held by somebody."""
     cluster = play(PRESETS["webshop"], Bounds(16, 48, 2, members=4), Layout(4, 0, 4), 3 if quick else 10)
-    held = sum(a.sampled for a in cluster._attempts.values()) + sum(g[3] for g in cluster._groups.values())
-    held += sum(sum(p.sampled) for plans in cluster._members.values() for p in plans)
-    lost = cluster.sampled - cluster.trained["sampled"] - sum(cluster.discarded.values()) - held
+    lost = cluster.sampled - cluster.trained["sampled"] - sum(cluster.discarded.values()) - cluster.held
     return Row("tokens unaccounted for", float(lost), "tokens", required=0, at_most=True)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
-from springtide.config import ConfigError, load_config
+from springtide.config import ConfigError, Schedule, load_config
 
 _BOUNDS = (0, 1, 2, 4)
 
@@ -27,13 +27,15 @@ def command(
 ) -> None:
     """Recommend a split of the ranks, a staleness bound, how much plays at once, and a scheduling policy.
 
-    Every candidate is simulated on one seed; the best by time to equal learning is recommended."""
+    Every candidate is simulated on one seed; of those that a live run obeys, the best by time to equal learning is
+    recommended."""
     from springtide.schedule.registry import POLICIES
     from springtide.schedule.roofline import UnknownHardware
     from springtide.simulate.run import Setup, Simulation
     from springtide.simulate.workload import WorkloadError, read_trace
 
     run = load_config(config, tuple(sets or ()))
+    live = get_args(Schedule.model_fields["policy"].annotation)
     trace = Path(workload) if workload.endswith(".jsonl") else None
     trials: list[dict[str, Any]] = []
     try:
@@ -61,6 +63,7 @@ def command(
                     trials.append(
                         {
                             "policy": name,
+                            "live": name in live,
                             "bound": bound,
                             "rollout": row.layout[0],
                             "reference": row.layout[1],
@@ -78,12 +81,15 @@ def command(
     if as_json:
         print(json.dumps({"config": str(config), "gpus": gpus, "device": device, "trials": trials}))
         return
-    best = trials[0]
+    best = next(trial for trial in trials if trial["live"])
     print(
         f"on {gpus} {device}: schedule.policy = {best['policy']}, staleness.bound = {best['bound']}, "
         f"rollout.concurrency = {best['concurrency']}, starting with {best['rollout']} ranks that play, "
         f"{best['reference']} for the reference, {best['trainer']} that train"
     )
+    if trials[0] is not best:
+        faster = best["time_to_equal_learning_s"] / trials[0]["time_to_equal_learning_s"]
+        print(f"{trials[0]['policy']} would be {faster:.2f} times as fast; live runs do not obey it yet")
     print(f"{'policy':<15}{'bound':>6}{'rollout':>9}{'trainer':>9}{'goodput tok/s':>15}{'equal learning':>16}")
     for trial in trials[:12]:
         print(

@@ -81,7 +81,10 @@ def command(
 
         events: list[Any] = []
         simulation.run(names[-1], 0, record=events.append)
-        draw(events, plot)
+        try:
+            draw(events, plot)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--plot: cannot write {plot}: {error}") from None
 
 
 def _head(setup: Any) -> str:

@@ -196,6 +196,13 @@ class Cluster:
         for rank in self.ranks.values():
             rank.does(rank.doing, self.now)
 
+    @property
+    def held(self) -> int:
+        """Sampled tokens that are neither trained nor given up: of what is in flight, and of ready groups."""
+        alive = sum(attempt.sampled for attempt in self._attempts.values())
+        played = sum(sum(plan.sampled) for plans in self._members.values() for plan in plans)
+        return alive + played + sum(group[3] for group in self._groups.values())
+
     def _after(self, seconds: float, do: Callable[..., None], *given: Any) -> None:
         self._order += 1
         heapq.heappush(self._queue, (self.now + seconds, self._order, do, given))
