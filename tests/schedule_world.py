@@ -409,7 +409,7 @@ class World:
             assert rank.acting_tokens == sum(e.context for e in rank.acting.values())
         assert s.births == Counter(g.birth for g in s.playing.values())
         assert s.ready_births == Counter(g.birth for g in s.buffer.values())
-        assert +s.pending_of == Counter(g.suite for g in (*s.playing.values(), *s.buffer.values()))
+        assert +s.playing_of == Counter(g.suite for g in s.playing.values())
         assert +s.roles == Counter(r.role for r in s.ranks.values())
         pending = len(s.playing) + len(s.buffer)
         evaluated = len(s.evaluations)

@@ -36,6 +36,13 @@ class Talk(Letters):
         return "again"
 
 
+class Slow(Talk):
+    """Answers take long enough for a process to start meanwhile."""
+
+    name = "slow"
+    pause_s = 2.0
+
+
 class Sleepers(Talk):
     """In every second task the first answer sleeps two seconds, in a thread; the others answer at once."""
 

@@ -28,7 +28,7 @@ from springtide.rollout.episode import EpisodeSpec
 from springtide.rollout.feeder import BrokenRun, Feeder, InvalidAction, Versions
 from springtide.rollout.pool import play_once
 from springtide.rollout.worker import Worker
-from springtide.schedule.events import Abort, Action, Admit
+from springtide.schedule.events import Abort, Action, Admit, Held
 from springtide.schedule.readiness import Readiness
 from springtide.schedule.sampling import UniformSampler
 from springtide.trace import Group, TaskRef
@@ -110,7 +110,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     # What is pending before and after a resume has different states; a replay must know where one ends.
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert kinds.count("Began") == 2
-    assert replayed_actions(config(3)) >= 12
+    assert replayed_actions(config(3))["Admit"] >= 12
     for path in (tmp_path / "run" / "checkpoints").iterdir():
         _flip(path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged; start a new run"):
@@ -238,6 +238,7 @@ def test_an_invalid_action_is_an_error_when_strict_and_counted_when_not(
 
     async def run() -> None:
         async with asyncio.timeout(0.2):
+            feeder.apply(Held(0.0, False))
             await feeder.run()
 
     if strict:
@@ -257,6 +258,8 @@ class Forced:
 
     async def release(self, session: str) -> None: ...
 
+    up = True
+
     async def client(self) -> Forced:
         return self
 
@@ -270,14 +273,14 @@ async def _give_up(chat: Chat) -> None:
     suite = f"{TESTS / 'talk.py'}:Sleepers"
     async with InProcessClient((suite,)) as env:
         tasks = await env.catalog(suite, "train", "quick")
-        worker = Worker(chat, env, [Forced()], lockstep=False)  # type: ignore[arg-type, list-item]
+        worker = Worker(chat, env, {"engine-0": Forced()}, lockstep=False)  # type: ignore[arg-type, dict-item]
 
         def spec(task: TaskRef, member: int) -> EpisodeSpec:
             return EpisodeSpec(task, 0, member, 0, "train", 0, 1.0, 5, 256)
 
         slow = asyncio.create_task(worker.episode(spec(tasks[1], 0)))  # sleeps two seconds in its first answer
-        first = await worker.episode(spec(tasks[0], 1))
-        second = await worker.episode(spec(tasks[0], 2))
+        first, _ = await worker.episode(spec(tasks[0], 1))
+        second, _ = await worker.episode(spec(tasks[0], 2))
         assert (first.generated, second.generated, first.cut_turns) == (15, 15, 3)
         while worker.discard("train", 1, ()) == 0 and not any(c.tokens for c in worker._playing["train", 0].values()):
             await asyncio.sleep(0.01)
@@ -313,7 +316,7 @@ def test_each_kept_sample_of_a_task_is_a_file_of_its_own(tiny_model: Path, tmp_p
         suite = f"{TESTS / 'talk.py'}:NoSleepers"
         async with InProcessClient((suite,)) as env:
             ref = (await env.catalog(suite, "train", "quick"))[0]
-            worker = Worker(load_chat(tiny_model), env, [Forced()], lockstep=False)  # type: ignore[arg-type, list-item]
+            worker = Worker(load_chat(tiny_model), env, {"engine-0": Forced()}, lockstep=False)  # type: ignore[arg-type, dict-item]
             specs = [EpisodeSpec(ref, 0, member, 0, "eval", 0, 1.0, 5, 256) for member in range(3)]
             await worker.episode(specs[2])  # finished, and neither kept nor forgotten yet
             pool = OneWorker(worker)

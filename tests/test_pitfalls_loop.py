@@ -13,10 +13,10 @@ from tests.run_support import TESTS, records, run_config
 
 import springtide
 from springtide.config import Config
-from springtide.schedule.events import event_from_json, event_to_json
-from springtide.schedule.policy import Bounds
+from springtide.schedule.events import Event, event_from_json, event_to_json
+from springtide.schedule.policy import Bounds, Layout
 from springtide.schedule.readiness import Readiness
-from springtide.schedule.simple import make_policy
+from springtide.schedule.registry import make_policy
 from springtide.trace import Group, Trajectory, make_version, version_step
 
 
@@ -100,24 +100,29 @@ def test_evaluation_beside_training_is_pinned_to_its_version(talk: Any) -> None:
 def test_the_events_of_a_run_replay_to_the_same_actions(talk: Any) -> None:
     """DESIGN 8: `events.jsonl` holds every input."""
     config, _ = talk
-    assert replayed_actions(config) > 36
+    actions = replayed_actions(config)
+    assert actions["Admit"] > 36 and actions["Route"] > 4 * 36 and actions["Sync"] == 9
 
 
-def replayed_actions(config: Config) -> int:
-    """Feed a run's events to a fresh policy; every recorded action must be the one it takes. How many there were."""
-    bounds = Bounds(config.trainer.groups, config.rollout.concurrency, config.staleness.bound, config.staleness.overage)
-    state, policy = Readiness({"nothing": 1.0}), make_policy(config.schedule.policy, bounds)
-    due: list[dict[str, Any]] = []
-    actions = 0
+def replayed_actions(config: Config) -> Counter[str]:
+    """Feed a run's events to a fresh policy; every recorded action must be the one it takes. How many of each."""
+    stale, rollout = config.staleness, config.rollout
+    bounds = Bounds(config.trainer.groups, rollout.concurrency, stale.bound, stale.overage, rollout.group.n)
+    layout = Layout(config.engine.ranks, 0, config.trainer.ranks)
+    state, policy = Readiness({"nothing": 1.0}), make_policy(config.schedule.policy, bounds, layout)
+    due, actions = list[dict[str, Any]](), Counter[str]()
+    events = {kind.__name__ for kind in Event.__args__}
     for line in (config.run_dir / "events.jsonl").read_text().splitlines():
         data = json.loads(line)
-        if data["kind"] in ("Admit", "Abort"):
+        if data["kind"] not in events:
             due = due or [event_to_json(action) for action in policy.decide(state)]
             assert due.pop(0) == data
-            actions += 1
+            actions[data["kind"]] += 1
         else:
             if data["kind"] == "Began":
-                policy, due = make_policy(config.schedule.policy, bounds), []
+                assert not due
+                policy = make_policy(config.schedule.policy, bounds, layout)
+                state.follow(policy)
             state.apply(event_from_json(data))
     assert not due
     return actions
@@ -166,7 +171,7 @@ def test_a_synchronous_run_accounts_for_every_token_and_says_when_all_is_cut(tin
         (False, True),
     ], notes
     assert records(config)[0]["cut_turn_share"] > 0.9
-    assert replayed_actions(config) == 12
+    assert replayed_actions(config)["Admit"] == 12
 
 
 def _waits(config: Config) -> np.ndarray:

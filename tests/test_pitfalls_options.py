@@ -31,11 +31,11 @@ from springtide.process import ProcessFailed
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary, play
 from springtide.rollout.feeder import Feeder, Versions
 from springtide.runtime.ranks import Pool
-from springtide.schedule.events import Dropped, event_from_json
+from springtide.schedule.events import Dropped, Event, RankJoined, event_from_json
 from springtide.schedule.policy import Bounds
 from springtide.schedule.readiness import Readiness
+from springtide.schedule.registry import make_policy
 from springtide.schedule.sampling import UniformSampler
-from springtide.schedule.simple import make_policy
 from springtide.trace import Group, TaskRef, Trajectory
 from springtide.trainer.rank import Rank
 
@@ -105,6 +105,9 @@ SHOWN_BY = {
     "staleness.bound": "test_no_bound_is_ever_passed_and_every_run_goes_on",
     "staleness.overage": "test_under_drop_a_group_that_grew_too_old_is_given_up_and_counted",
     "schedule.policy": "test_a_synchronous_run_repeats_bit_for_bit_and_is_on_policy",
+    "rollout.environments": "test_a_run_opens_no_more_environments_than_it_may",
+    "observe.events": "test_a_record_of_groups_alone_is_small_and_says_what_was_trained",
+    "trainer.lend": "test_a_trainer_rank_plays_while_it_waits_and_comes_home",
     "schedule.strict": "test_an_invalid_action_is_an_error_when_strict_and_counted_when_not",
     "algorithm.advantage": "test_advantage_options_change_the_advantages",
     "algorithm.divide_by_std": "test_advantage_options_change_the_advantages",
@@ -220,6 +223,7 @@ def test_every_option_can_be_set_on_the_command_line(tmp_path: Path, key: str) -
         "rollout.sampling.pass_low": ("rollout.sampling.pass_rates=f",),
         "rollout.sampling.pass_high": ("rollout.sampling.pass_rates=f",),
         **{f"rollout.sampling.{name}": ("rollout.sampling.kind=frontier",) for name in FRONTIER},
+        "trainer.lend": ("schedule.policy=springtide",),
         "trainer.param_dtype": ("trainer.sharding=fsdp",),
         "trainer.reduce_dtype": ("trainer.sharding=fsdp",),
     }.get(key, ())
@@ -293,7 +297,7 @@ def test_options_of_a_run_take_effect(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert max(len(t.turns) for g in groups for t in g.trajectories) == 2, "max_turns"
     state, most = Readiness({"nothing": 1.0}), 0
     for line in (run / "events.jsonl").read_text().splitlines():
-        if (data := json.loads(line))["kind"] not in ("Admit", "Abort"):
+        if (data := json.loads(line))["kind"] in {kind.__name__ for kind in Event.__args__}:
             state.apply(event_from_json(data))
             most = max(most, len(state.in_flight()))
     assert most == 3, "concurrency"
@@ -412,7 +416,7 @@ class Failing:
         if method == "episode":
             if payload["spec"].member == 0:
                 self.times.append(time.monotonic())
-            return EpisodeSummary.lost(payload["spec"], "down", cause="tool")
+            return EpisodeSummary.lost(payload["spec"], "down", cause="tool"), ()
         return 0
 
 
@@ -434,6 +438,7 @@ def test_retries_are_made_at_once_as_often_as_configured(tmp_path: Path, retries
     )  # fmt: skip
 
     async def run() -> None:
+        feeder.apply(RankJoined(time.time(), "engine-0", "rollout", 65536))
         async with asyncio.timeout(1.2):
             await feeder.run()
 

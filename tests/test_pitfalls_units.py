@@ -24,7 +24,7 @@ from springtide.rollout.feeder import Counts
 from springtide.schedule.events import Admitted, Ready, StepEnded, StepStarted
 from springtide.schedule.policy import Bounds
 from springtide.schedule.readiness import Readiness
-from springtide.schedule.simple import make_policy
+from springtide.schedule.registry import make_policy
 from springtide.trace import Group
 from springtide.trainer.data import load_step
 from springtide.wire import ConnectionLost, DeadlineExceeded

@@ -18,11 +18,11 @@ from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
 from springtide.rollout.evaluate import evaluate
 from springtide.rollout.feeder import BrokenRun, Feeder, Versions
 from springtide.rollout.playtime import PlayTime
-from springtide.schedule.events import Dropped, Evaluation, Ready
+from springtide.schedule.events import Dropped, Evaluation, RankJoined, Ready
 from springtide.schedule.policy import Bounds
 from springtide.schedule.readiness import Readiness
+from springtide.schedule.registry import make_policy
 from springtide.schedule.sampling import UniformSampler
-from springtide.schedule.simple import make_policy
 from springtide.trace import TaskRef
 from springtide.wire import DeadlineExceeded
 
@@ -54,7 +54,7 @@ class Told:
 
     async def call(self, method: str, *, deadline_s: float, **payload: Any) -> Any:
         if method == "episode":
-            return await self._episode(payload["spec"])
+            return await self._episode(payload["spec"]), ()
         self.calls.append((method, payload))
         return 0
 
@@ -69,6 +69,7 @@ def one_group(tmp_path: Path, pool: Told, events: list[Any], **group: Any) -> tu
         policy=make_policy("fixed_split", Bounds(1, 1, 0)), samplers={"s": UniformSampler("s", [TASK], 0)}, pool=pool,
         versions=Versions(0), directory=tmp_path, note=events.append, record=events.append,
     )  # fmt: skip
+    feeder.apply(RankJoined(time.time(), "engine-0", "rollout", 65536))
     return config, feeder
 
 

@@ -30,7 +30,7 @@ class Voice:
 def synchronous() -> tuple[Voice, Worker]:
     voice: Any = Voice()
     nothing: Any = None  # no episode is played: its turns are taken here
-    return voice, Worker(nothing, nothing, [voice], lockstep=True)
+    return voice, Worker(nothing, nothing, {"engine-0": voice}, lockstep=True)
 
 
 async def turn(worker: Worker, episode: Episode) -> None:

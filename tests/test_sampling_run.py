@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ from springtide.ledger import Ledger, Outcome
 from springtide.rollout.draws import make_samplers, read_pass_rates
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
 from springtide.rollout.feeder import Feeder, Versions
-from springtide.schedule.events import Dropped, Ready
+from springtide.schedule.events import Dropped, RankJoined, Ready
 from springtide.schedule.policy import Bounds
 from springtide.schedule.readiness import Readiness
-from springtide.schedule.simple import make_policy
+from springtide.schedule.registry import make_policy
 from springtide.trace import TaskRef
 
 TASKS = tuple(TaskRef(f"t{i}", "s", "1", "train", "quick", i, i) for i in range(40))
@@ -146,6 +147,7 @@ def feed(tmp_path: Path, ledger: Ledger, pool: Told, groups: int, **sampling: An
     )  # fmt: skip
 
     async def run() -> None:
+        feeder.apply(RankJoined(time.time(), "engine-0", "rollout", 65536))
         async with asyncio.TaskGroup() as group:
             running = group.create_task(feeder.run())
             while len(ends) < groups:

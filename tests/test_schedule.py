@@ -24,8 +24,8 @@ from springtide.schedule.events import (
 )
 from springtide.schedule.policy import Batch, Bounds, Policy, Wait, choose_batch
 from springtide.schedule.readiness import InvalidEvent, Readiness
+from springtide.schedule.registry import make_policy
 from springtide.schedule.sampling import UniformSampler
-from springtide.schedule.simple import make_policy
 from springtide.trace import TaskRef
 
 WEIGHTS = {"db": 2.0, "kg": 1.0, "household": 1.0}

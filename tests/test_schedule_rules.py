@@ -296,7 +296,7 @@ def test_environments_bound_what_is_drawn() -> None:
 
 
 def test_a_suite_that_hangs_leaves_room_for_the_others() -> None:
-    """Diversity: at most twice its share of what may be pending."""
+    """Diversity: at most twice its share of what may be in flight."""
     bounds = Bounds(groups=4, concurrency=8, bound=1)
     policy, state = make_policy("fixed_split", bounds), Readiness({"hangs": 1.0, "a": 3.0})
     visit = steps = 0
@@ -310,7 +310,7 @@ def test_a_suite_that_hangs_leaves_room_for_the_others() -> None:
         if state.buffer:
             steps += 1
             play(state, StepStarted(0, tuple(state.buffer)), Updated(0), StepEnded(0, steps))
-    assert state.pending_of["hangs"] == 4  # 2 x 1/4 x 8
+    assert state.playing_of["hangs"] == 4  # 2 x 1/4 x 8
     assert state.consumed["a"] > 300
 
 

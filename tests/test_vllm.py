@@ -20,14 +20,14 @@ from tokenizers import Tokenizer
 
 from springtide.config import Config, ConfigError, make_config
 from springtide.engine import vllm
-from springtide.engine.protocol import EVALUATION, EngineError, Sampling
+from springtide.engine.protocol import EVALUATION, EngineError, Generation, Sampling
 from springtide.engine.vllm import VllmEngine, read_reply, request_body, turn_seed
 from springtide.engine.vllm_server import (
     VllmSettings,
 )
 from springtide.models.presets import resolve_model
 from springtide.process import ProcessFailed
-from springtide.rollout.worker import _WithStalePool
+from springtide.rollout.seat import Seat
 from springtide.runtime.local import Runtime
 from springtide.weights.pins import Pins
 from springtide.weights.store import Canary, WeightStore
@@ -453,6 +453,8 @@ async def test_a_server_that_hangs_in_an_update_and_listens_no_more_ends_the_eng
 class Recorded:
     """An engine, its link and its rank in one: what each call was, and whether it refuses."""
 
+    up = True
+
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.refuses = False
@@ -461,11 +463,11 @@ class Recorded:
     async def client(self) -> Any:
         return self
 
-    async def generate(self, session: str, ids: np.ndarray, sampling: Sampling, **options: Any) -> str:
+    async def generate(self, session: str, ids: np.ndarray, sampling: Sampling, **options: Any) -> Generation:
         if self.refuses:
             raise EngineError("the stale pool no longer holds it")
         self.calls.append((session, options["version"]))
-        return session
+        return Generation(ids, np.zeros(len(ids), np.float32), 0, "stop")
 
     async def release(self, session: str) -> None:
         self.calls.append(("release", session))
@@ -480,7 +482,7 @@ class Recorded:
 @asynchronous
 async def test_stale_turns_go_to_the_stale_pool_and_to_the_newest_once_it_was_refreshed() -> None:
     current, stale = Recorded(), Recorded()
-    engine = _WithStalePool(current, stale, 3)  # type: ignore[arg-type]
+    engine = Seat({"engine-0": current}, "engine-0", stale=(stale, 3))  # type: ignore[arg-type]
     sampling = Sampling(1, 0, 4)
     await engine.generate("a/stale", PROMPT, sampling, version=3)
     await engine.generate("a/current", PROMPT, sampling, version=None)

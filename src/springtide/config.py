@@ -171,6 +171,7 @@ class Rollout(Table):
     max_new_tokens: Positive = Field(64, description="tokens a turn may have")
     max_turns: Positive | None = Field(None, description="fewer turns than the environment allows")
     concurrency: int = Field(24, gt=0, le=100_000, description="groups in flight")
+    environments: Positive | None = Field(None, description="most that are open at once; a larger group plays alone")
     context: Literal["full"] = Field("full", description="what a turn sees of the episode: all of it")
     group: GroupTable = GroupTable()
     sampling: SamplingTable = SamplingTable()
@@ -186,8 +187,18 @@ class Staleness(Table):
 
 
 class Schedule(Table):
-    policy: Literal["synchronous", "fixed_split"] = Field(
-        "fixed_split", description="play and train side by side, or in turns (then a run repeats bit for bit)"
+    policy: Literal[
+        "synchronous",
+        "one_step_off",
+        "fixed_split",
+        "kv_aimd",
+        "program_aware",
+        "hybrid_ranks",
+        "oracle_split",
+        "springtide",
+    ] = Field(
+        "fixed_split",
+        description="what plays where and when; synchronous: in turns with training, so a run repeats bit for bit",
     )
     strict: bool = Field(False, description="an invalid action of a policy is an error instead of a counted refusal")
 
@@ -289,6 +300,7 @@ class Trainer(Table):
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="in which the ranks sum gradients. bfloat16: fsdp only"
     )
+    lend: bool = Field(False, description="the trainer's ranks may host an engine while they wait for data")
     activation_checkpointing: bool = Field(
         False, description="keep each layer's input only, and compute its activations again in the backward pass"
     )
@@ -322,6 +334,9 @@ class Observe(Table):
     tensorboard: bool = Field(False, description="also write TensorBoard files (springtide[tensorboard])")
     wandb: str | None = Field(None, description="also log to this Weights & Biases project (springtide[wandb])")
     report: bool = Field(True, description="write report.html and curve.png at the end")
+    events: Literal["all", "groups"] = Field(
+        "all", description="what events.jsonl holds: groups leaves out episodes' turns, and cannot be replayed"
+    )
 
 
 class Fabric(Table):
@@ -420,6 +435,16 @@ class Config(Table):
                 trainer.sharding == "fsdp" or getattr(trainer, name) == "float32",
                 f'trainer.{name}: bfloat16 needs trainer.sharding = "fsdp" (trainer.ranks = 1 will do)',
             )
+        lends = self.schedule.policy in ("hybrid_ranks", "springtide")
+        need(not trainer.lend or lends, f"trainer.lend: schedule.policy {self.schedule.policy} lends no rank")
+        need(
+            self.schedule.policy != "hybrid_ranks" or trainer.lend,
+            "schedule.policy: hybrid_ranks needs ranks that play while they wait; set trainer.lend = true",
+        )
+        need(
+            not trainer.lend or self.runtime.kind == "local",
+            'trainer.lend: a guest has no place on Ray yet; set runtime.kind = "local"',
+        )
         need(
             self.schedule.policy != "synchronous" or self.runtime.rollout_workers == 1,
             "schedule.policy: synchronous is bit-reproducible, so it needs runtime.rollout_workers = 1",

@@ -130,14 +130,26 @@ class EpisodeSummary:
         return summarise(_failed(spec, EnvironmentUnavailable(cause, detail)), generated=0)
 
 
-async def play(spec: EpisodeSpec, env: EnvClient, engine: Engine, chat: Chat) -> Trajectory:
+class Boundary:
+    """What hears of an episode's turns as they happen, and may hold it between two: nobody, here."""
+
+    async def returned(self, context: int) -> None:
+        """The environment is open, or a tool answered: `context` tokens. Returns when the next turn may begin."""
+
+    def turn_ended(self, context: int) -> None:
+        """A turn is sampled and its tool acts; `context` tokens up to its end."""
+
+
+async def play(
+    spec: EpisodeSpec, env: EnvClient, engine: Engine, chat: Chat, boundary: Boundary | None = None
+) -> Trajectory:
     """Play one episode to its end. Never raises for what an environment or an engine does: the outcome says it."""
     try:
         session = await env.open(spec.task, spec.visit, spec.member, spec.retry, spec.open_s)
     except EnvironmentUnavailable as error:
         return _failed(spec, error)
     try:
-        return await _play(spec, session, engine, chat)
+        return await _play(spec, session, engine, chat, boundary or Boundary())
     except EnvironmentUnavailable as error:
         return _failed(spec, error)
     finally:
@@ -146,7 +158,7 @@ async def play(spec: EpisodeSpec, env: EnvClient, engine: Engine, chat: Chat) ->
         await session.close()
 
 
-async def _play(spec: EpisodeSpec, session: Session, engine: Engine, chat: Chat) -> Trajectory:
+async def _play(spec: EpisodeSpec, session: Session, engine: Engine, chat: Chat, boundary: Boundary) -> Trajectory:
     try:
         conversation = chat.start(session.messages, session.tools)
     except ContentError as error:  # what else a template refuses, it refuses for every task: that ends the run
@@ -162,6 +174,7 @@ async def _play(spec: EpisodeSpec, session: Session, engine: Engine, chat: Chat)
         if room < 2:  # one token and its stop
             reason = "context_limit"
             break
+        await boundary.returned(len(conversation.ids))
         started = time.monotonic()
         policy: Literal["current", "stale", "gold"]
         if gold is not None:
@@ -199,6 +212,7 @@ async def _play(spec: EpisodeSpec, session: Session, engine: Engine, chat: Chat)
                 policy = "current"  # also a stale turn whose version was refreshed away meanwhile: the newest drew it
         message = conversation.assistant(generation.ids, generation.finish, generation.logprobs, generation.version)
         messages.append(message)
+        boundary.turn_ended(len(conversation.ids))
         acted = time.monotonic()
         observation = await session.act(message, number)
         turns.append(

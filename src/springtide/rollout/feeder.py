@@ -1,9 +1,10 @@
 """The feeder: it carries out what the policy decides, and turns draws into groups that are ready to train.
 
-Owns: every group between its draw and its readiness, retries of lost members, and the record of events. Invariants:
-a visit ends in the ledger exactly once; its file is durable before it is ready; a member lost to a killed process is
-played again without using up a retry; a group never outlives its deadline, which stands still during evaluations;
-a run whose groups all fail, all miss their deadline or all carry no signal ends and says so.
+Owns: every group between its draw and its readiness, retries of lost members, and the record of events: each is
+applied here, and the policy asked at once. Invariants: a visit ends in the ledger exactly once; its file is durable
+before it is ready; a member lost to a killed process is played again without using up a retry; a group never outlives
+its deadline, which stands still during evaluations and while the policy keeps one of its episodes waiting; a run whose
+groups all fail, all miss their deadline or all carry no signal ends and says so.
 Called by: the driver, as one long task beside the training loop.
 """
 
@@ -23,9 +24,33 @@ from springtide.config import Config
 from springtide.ledger import Ledger, Outcome
 from springtide.process import CONTROL_S, task_group
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
+from springtide.rollout.places import Attempt, Places
 from springtide.rollout.playtime import PlayTime
 from springtide.rollout.pool import RolloutWorker, WorkerPool
-from springtide.schedule.events import Abort, Action, Admit, Admitted, Dropped, Evaluation, Event, Ready
+from springtide.schedule.events import (
+    Abort,
+    Action,
+    Admit,
+    Admitted,
+    Dropped,
+    Evaluation,
+    Event,
+    Finished,
+    Held,
+    Measured,
+    Pause,
+    Paused,
+    Placed,
+    Ready,
+    Restarted,
+    Resume,
+    Resumed,
+    Returned,
+    Route,
+    SwitchRole,
+    Sync,
+    TurnEnded,
+)
 from springtide.schedule.policy import Policy
 from springtide.schedule.readiness import Readiness
 from springtide.schedule.sampling import Sampler
@@ -37,6 +62,9 @@ _EPISODE_S = 86400.0  # only a bound: the group's deadline ends its episodes
 _LEAVE_S = 5.0  # deadline of a short call to a rollout worker about a group that is given up
 _PAUSE_S = 2.0  # at most, before a member whose retries are used up is replaced: the trainer may be waiting for it
 _NO_SIGNAL_STEPS = 20  # steps' worth of groups in a row with equal rewards: nothing is left to learn from
+_LISTEN_S = 10.0  # a worker that has nothing to tell answers after it
+_AGAIN_S = 0.2
+OF_EPISODES = (Placed, TurnEnded, Returned, Paused, Resumed, Finished, Measured)  # no batch depends on these
 # So often, and for so long, all groups that play at once missed their deadline, and no other group ended in between: an
 # engine that was silent and is replaced delays for less.
 _LATE_WAVES, _LATE_S = 4, CONTROL_S
@@ -79,7 +107,8 @@ class Counts:
 
 
 class Feeder:
-    """See the module. `record` gets every event and action, `note` what a person should see."""
+    """See the module. `record` gets every event and action, `note` what a person should see, `switch` the changes of
+    role that the policy asks for."""
 
     def __init__(
         self,
@@ -94,48 +123,85 @@ class Feeder:
         directory: Path,
         record: Callable[[Event | Action], None],
         note: Callable[[str], None],
+        switch: Callable[[SwitchRole], None] = lambda action: None,
     ) -> None:
         self._config, self._ledger, self._state, self._policy = config, ledger, state, policy
         self._samplers, self._pool, self._versions, self._directory = samplers, pool, versions, directory
         self._uses = dict(zip(samplers, (entry.use for entry in config.suites), strict=True))  # in one order
-        self._record, self._note = record, note
+        self._record, self._note, self._switch = record, note, switch
         self._groups: dict[int, asyncio.Task[None]] = {}
         self._given_up: dict[int, str] = {}  # groups that are being cancelled, and why
         self._draws = ledger.draws()
         self._playing: dict[int, tuple[TaskRef, int]] = {}  # visit -> its task, its draw
         self._next_visit = ledger.next_visit()
-        self._play_time = PlayTime()
-        self._wake = asyncio.Event()
+        self._play_times: dict[int, PlayTime] = {}  # of the groups in flight
+        self.places = Places(state, self.apply)
+        self._started: list[tuple[int, TaskRef]] = []  # drawn, and their task not yet begun
+        self._begin = asyncio.Event()
+        self._deciding = False
+        self.events = 0  # so many were applied
         self._changed = asyncio.Event()
+        self._synced = asyncio.Event()
         self._failed_in_a_row: Counter[str] = Counter()
         self._late, self._late_since = 0, 0.0  # groups in a row that missed their deadline
         self._without_signal = 0
         self._statuses: Counter[str] = Counter()  # of the members of groups without signal
         self.summaries: dict[int, dict[str, Any]] = {}  # of ready visits: what advantages are computed from
         self.counts = Counts()
-        self._holding = False
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Carry out the policy's decisions until cancelled. Raises: BrokenRun."""
+        """Play what is drawn until cancelled. Raises: BrokenRun."""
         async with task_group() as tasks:
-            self._resume(tasks)
-            self._wake.set()
             while True:
-                await self._wake.wait()
-                self._wake.clear()
-                if not self._holding:
-                    await self._decide(tasks)
+                await self._begin.wait()
+                self._begin.clear()
+                started, self._started = self._started, []
+                if started and self._config.schedule.policy == "synchronous":
+                    await self._announce([visit for visit, _ in started])
+                for visit, task in started:
+                    if visit in self._state.playing:  # else the run ended meanwhile
+                        self._groups[visit] = tasks.create_task(self._group(visit, task), name=f"group {visit}")
 
-    def apply(self, event: Event) -> None:
-        """The one way in for events: state, record, wake."""
+    async def listen(self, worker: RolloutWorker) -> None:
+        """Hear what the worker tells of its episodes, until cancelled."""
+        while True:
+            try:
+                self.places.heard(await worker.call("turns", deadline_s=_LISTEN_S + CONTROL_S, wait_s=_LISTEN_S))
+            except (ConnectionLost, DeadlineExceeded):  # dead, and replaced; or silent, and killed or back
+                await asyncio.sleep(_AGAIN_S)
+
+    def apply(self, *events: Event) -> None:
+        """The one way in for events: state, record, and at once what the policy decides then. Raises: InvalidAction,
+        InvalidEvent."""
+        for event in events:
+            self._take(event)
+        if not self._deciding:
+            self._deciding = True
+            try:
+                self._decide()
+            finally:
+                self._deciding = False
+
+    def _take(self, event: Event) -> None:
         self._state.apply(event)
         self._record(event)
+        self.events += 1
+        visit = getattr(event, "visit", None)
         if isinstance(event, Evaluation):
-            self._play_time.stand_still(event.running)
-        self._wake.set()
-        self._changed.set()
+            for waits in self._play_times:
+                self._stand(waits)
+        elif visit in self._play_times:
+            self._stand(visit)
+        if not isinstance(event, OF_EPISODES):
+            self._changed.set()
+
+    def _stand(self, visit: int) -> None:
+        """A group's clock stands still during evaluations, and while the policy keeps one of its episodes waiting."""
+        group = self._state.playing.get(visit)
+        waits = group is not None and any(e.phase in ("waiting", "returned") for e in group.episodes.values())
+        self._play_times[visit].stand_still(self._state.evaluating or waits)
 
     async def changed(self, timeout_s: float) -> bool:
         """Wait for the next event, or `timeout_s`; says whether there was one."""
@@ -149,8 +215,17 @@ class Feeder:
 
     def hold(self, holding: bool) -> None:
         """Draw nothing while held (an evaluation of a synchronous run, the end of a run)."""
-        self._holding = holding
-        self._wake.set()
+        if holding != self._state.held:
+            self.apply(Held(time.time(), holding))
+
+    async def synced(self) -> None:
+        """Until the policy asked for the publication of the update that is done."""
+        try:
+            async with asyncio.timeout(CONTROL_S):
+                await self._synced.wait()
+        except TimeoutError:
+            raise BrokenRun(f"schedule.policy {self._config.schedule.policy} asked for no publication") from None
+        self._synced.clear()
 
     async def end(self, cause: str) -> None:
         """Drop all that is pending, with `cause`: the run is over and every drawn member must have its end."""
@@ -163,35 +238,42 @@ class Feeder:
         counts, self.counts = self.counts, Counts()
         return counts
 
-    async def _decide(self, tasks: asyncio.TaskGroup) -> None:
-        admitted: list[tuple[int, TaskRef]] = []
+    def _decide(self) -> None:
+        name = self._config.schedule.policy
         while actions := self._policy.decide(self._state):
-            invalid = [(action, why) for action in actions if (why := self._state.invalid(action)) is not None]
-            if invalid:
-                action, why = invalid[0]
-                if self._config.schedule.strict:
-                    raise InvalidAction(f"schedule.policy {self._config.schedule.policy}: {action} is invalid: {why}")
-                self.counts.refused.update(type(action).__name__ for action, _ in invalid)
-            refused = [action for action, _ in invalid]
+            refused = 0
             for action in actions:
-                if action in refused:
+                if (why := self._state.invalid(action)) is not None:
+                    if self._config.schedule.strict:
+                        raise InvalidAction(f"schedule.policy {name}: {action} is invalid: {why}")
+                    self.counts.refused[type(action).__name__] += 1
+                    refused += 1
                     continue
                 self._record(action)
-                if isinstance(action, Abort):
-                    self._drop(action.visit, action.cause)
-                elif isinstance(action, Admit):
-                    admitted.append(self._draw(action.suite))
-            if len(refused) == len(actions):
+                self._carry_out(action)
+            if refused == len(actions):
                 break  # asked again now, it would only repeat itself
-        if admitted and self._config.schedule.policy == "synchronous":
-            worker = await self._pool.acquire()
-            with contextlib.suppress(ConnectionLost):  # its successor expects nothing, so nothing waits for it
-                visits, members = tuple(visit for visit, _ in admitted), self._config.rollout.group.n
-                await worker.call("expect", deadline_s=CONTROL_S, purpose="train", visits=visits, members=members)
-        for visit, task in admitted:
-            if visit not in self._state.playing:
-                continue  # the run ended meanwhile
-            self._groups[visit] = tasks.create_task(self._group(visit, task), name=f"group {visit}")
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Admit(suite):
+                self._started.append(self._draw(suite))
+                self._begin.set()
+            case Abort(visit, cause):
+                self._drop(visit, cause)
+            case Route() | Pause() | Resume():
+                self.places.carry_out(action)
+            case SwitchRole():
+                self._switch(action)
+            case Sync():
+                self._synced.set()
+
+    async def _announce(self, visits: list[int]) -> None:
+        """Tell the worker of a synchronous run whom its barrier waits for."""
+        worker = await self._pool.acquire()
+        with contextlib.suppress(ConnectionLost):  # its successor expects nothing, so nothing waits for it
+            members = self._config.rollout.group.n
+            await worker.call("expect", deadline_s=CONTROL_S, purpose="train", visits=tuple(visits), members=members)
 
     def _draw(self, suite: str) -> tuple[int, TaskRef]:
         draw, visit = self._draws[suite], self._next_visit
@@ -201,29 +283,38 @@ class Feeder:
         self._playing[visit] = task, draw
         birth = self._versions.current
         self._ledger.draw(visit, task, draw, self._config.rollout.group.n, birth)
-        self.apply(Admitted(time.time(), visit, suite, version_step(birth)))
+        self._admitted(visit, suite, birth)
         return visit, task
 
-    def _resume(self, tasks: asyncio.TaskGroup) -> None:
+    def _admitted(self, visit: int, suite: str, birth: int) -> None:
+        self.apply(Admitted(time.time(), visit, suite, version_step(birth), self._config.rollout.group.n))
+
+    def resume(self) -> None:
+        """Take up what an incarnation before left ready or in flight."""
         for row in self._ledger.visits("ready", "open"):
-            self.apply(Admitted(time.time(), row.visit, row.task.suite, version_step(row.birth)))
             if row.state == "ready":
                 assert row.summary is not None
                 self.summaries[row.visit] = row.summary
-                self.apply(Ready(time.time(), row.visit))
+                self._admitted(row.visit, row.task.suite, row.birth)
+                self.apply(Ready(time.time(), row.visit, row.summary.get("tokens", 0)))
             else:
                 self._samplers[row.task.suite].resume(row.draw, row.task.id)
                 self._playing[row.visit] = row.task, row.draw
-                self._groups[row.visit] = tasks.create_task(self._group(row.visit, row.task), name=f"group {row.visit}")
+                self._admitted(row.visit, row.task.suite, row.birth)
+                self._started.append((row.visit, row.task))
+        self._begin.set()
 
     # --- one group --------------------------------------------------------------------------------------------------
 
     async def _group(self, visit: int, task: TaskRef) -> None:
-        deadline = self._play_time.now() + self._config.rollout.group.deadline_s
+        clock = self._play_times[visit] = PlayTime()
+        self._stand(visit)
+        deadline = clock.now() + self._config.rollout.group.deadline_s
         try:
             while True:
                 worker = await self._pool.acquire()
                 present: dict[int, EpisodeSummary] = {}
+                worker.live += self._config.rollout.group.n
                 try:
                     await self._members(worker, visit, task, deadline, present)
                     await self._finish(worker, visit, task, present)
@@ -231,14 +322,18 @@ class Feeder:
                 except ConnectionLost:
                     # The worker died and all it held with it: play the group again on another.
                     self.counts.discarded["worker_lost"] += sum(s.generated for s in present.values())
+                    self.apply(Restarted(time.time(), visit))
                 except asyncio.CancelledError:
                     cause = self._given_up.pop(visit, "run_ended")
                     self.counts.discarded[cause] += sum(s.generated for s in present.values())
                     with contextlib.suppress(DeadlineExceeded):  # a stopped worker must not hold up the run's end
                         await self._discard(worker, visit, present, cause, deadline_s=_LEAVE_S)
                     raise
+                finally:
+                    worker.live -= self._config.rollout.group.n
         finally:
             self._groups.pop(visit, None)
+            del self._play_times[visit]
 
     async def _members(
         self, worker: RolloutWorker, visit: int, task: TaskRef, deadline: float, present: dict[int, EpisodeSummary]
@@ -257,23 +352,29 @@ class Feeder:
                 failures += not summary.killed
                 if failures > self._config.rollout.group.retries:  # the budget is used up: replace it, but not at once
                     await asyncio.sleep(min(_PAUSE_S, 0.1 * 2 ** (failures - self._config.rollout.group.retries)))
+                self.apply(Finished(time.time(), visit, number, False))
 
         with contextlib.suppress(TimeoutError):  # what is present at the deadline is what the group has
-            async with self._play_time.timeout_at(deadline), task_group() as tasks:
+            async with self._play_times[visit].timeout_at(deadline), task_group() as tasks:
                 for number in range(self._config.rollout.group.n):
                     tasks.create_task(member(number))
 
     async def _episode(
         self, worker: RolloutWorker, task: TaskRef, visit: int, member: int, retry: int
     ) -> EpisodeSummary:
+        async with self.places.attempt(visit, member, worker) as attempt:
+            return await self._attempt(attempt, worker, task, visit, member, retry)
+
+    async def _attempt(
+        self, attempt: Attempt, worker: RolloutWorker, task: TaskRef, visit: int, member: int, retry: int
+    ) -> EpisodeSummary:
         config = self._config
         pinned = self._versions.current if config.weights.update_at == "episode" else None
         spec = EpisodeSpec.of(
             config, "train", task, visit, member, retry, version=pinned, stale_version=self._versions.stale
         )
-        worker.live += 1
         try:
-            summary: EpisodeSummary = await worker.call("episode", deadline_s=_EPISODE_S, spec=spec)
+            summary = await self.places.play(attempt, spec, deadline_s=_EPISODE_S)
         except ConnectionLost as error:
             self._ledger.attempt(
                 visit, member, retry, status="environment_error", cause="worker_lost", detail=str(error), killed=True
@@ -284,8 +385,6 @@ class Feeder:
             raise
         except RemoteError as error:  # a fault of ours, not of the environment: never hide it behind a retry
             raise BrokenRun(f"rollout of {task.id} failed: {error}\n{error.remote_traceback}") from error
-        finally:
-            worker.live -= 1
         self._ledger.attempt(
             visit,
             member,
@@ -330,11 +429,13 @@ class Feeder:
                 ) from error
             if len(members) < self._config.rollout.group.n:
                 await self._discard(worker, visit, members, "deadline")  # what a missing member still plays
+            trained = sum(s.tokens for s in members.values())  # all that a trainer computes
             summary = {
                 "task": task.id,
                 "suite": task.suite,
                 "members": [[m.member, m.status, m.reward, m.success, m.loss_tokens] for m in scored],
                 "turns": sum(s.turns for s in members.values()),
+                "tokens": trained,
                 "stale_steps": [step for _, s in sorted(members.items()) for step in s.stale_steps],
                 "births": [s.birth for _, s in sorted(members.items())],
             }
@@ -342,7 +443,7 @@ class Feeder:
             self._ledger.ready(visit, path.name, summary)
             self.summaries[visit] = summary
             self.counts.kept_tokens.append(tokens)
-            self.apply(Ready(time.time(), visit))
+            self.apply(Ready(time.time(), visit, trained))
 
     def _count_late(self) -> None:
         """A group that missed its deadline: said once when it is a step's worth of them, the end when it is many."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import functools
+import time
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -21,8 +23,12 @@ from springtide.engine.client import EngineClient
 from springtide.engine.protocol import Engine, EngineError, Generation, Sampling
 from springtide.env.local import LocalClient
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary, play, summarise
+from springtide.rollout.places import Told
+from springtide.rollout.seat import EngineLink, Seat
 from springtide.trace import Group, Trajectory
-from springtide.wire import Client, Peer, serve
+from springtide.wire import Peer, serve
+
+_GATHER_S = 0.02  # what happens within it is told together: the driver decides some 50 times a second at most
 
 
 class Worker:
@@ -32,43 +38,84 @@ class Worker:
         self,
         chat: Chat,
         env: LocalClient,
-        engines: list[EngineLink],
+        engines: Mapping[str, EngineLink],
         *,
         lockstep: bool,
         stale: EngineLink | None = None,
     ) -> None:
-        """stale: the stale pool's engine, where those of `engines` hold one version only."""
+        """engines: by rank. stale: the stale pool's engine, where those of `engines` hold one version only."""
         self._chat, self._env, self._engines, self._stale = chat, env, engines, stale
-        self._lockstep = Lockstep(engines[0]) if lockstep else None
+        self._lockstep = Lockstep(next(iter(engines.values()))) if lockstep else None
         self._finished: dict[tuple[str, int], dict[int, Trajectory]] = {}
-        self._playing: dict[tuple[str, int], dict[asyncio.Task[Any], _Counted]] = {}
+        self._playing: dict[tuple[str, int], dict[asyncio.Task[Any], Seat]] = {}
+        self._seats: dict[int, Seat] = {}  # of the episodes that the driver schedules, by ticket
+        self._news: list[Told] = []
+        self._told = asyncio.Event()
 
-    async def episode(self, spec: EpisodeSpec) -> EpisodeSummary:
-        link = self._engines[spec.visit % len(self._engines)]  # a group shares its prefix, so it shares the engine
+    async def episode(
+        self, spec: EpisodeSpec, *, ticket: int | None = None, rank: str | None = None, parked: bool = False
+    ) -> tuple[EpisodeSummary, tuple[Told, ...]]:
+        """Play it; its summary, and what was not told yet of anybody's turns.
+
+        ticket: whom the driver moves and hears of, from `rank` on; None: it stays at one engine, unscheduled.
+        """
         task = asyncio.current_task()
         assert task is not None
         playing = self._playing.setdefault((spec.purpose, spec.visit), {})
-        playing[task] = counted = _Counted()
         try:
-            if self._lockstep is None:
-                engine = counted.over(self._pooled(await link.client(), spec))
-                trajectory = await play(spec, self._env, engine, self._chat)
-            else:
-                async with self._lockstep.player((spec.purpose, spec.visit, spec.member)) as locked:
-                    engine = counted.over(self._pooled(locked, spec))
-                    trajectory = await play(spec, self._env, engine, self._chat)
+            async with self._seated(spec, ticket, rank, parked) as seat:
+                playing[task] = seat
+                trajectory = await play(spec, self._env, cast(Engine, seat), self._chat, seat)
         finally:
             playing.pop(task, None)
             if not playing and self._playing.get((spec.purpose, spec.visit)) is playing:
                 del self._playing[spec.purpose, spec.visit]
         if not trajectory.outcome.failed_environment:
             self._finished.setdefault((spec.purpose, spec.visit), {})[spec.member] = trajectory
-        return summarise(trajectory, generated=counted.tokens)
+        return summarise(trajectory, generated=seat.tokens), self._drain()
 
-    def _pooled(self, engine: Any, spec: EpisodeSpec) -> Any:
-        if self._stale is None or spec.stale_version is None:
-            return engine
-        return _WithStalePool(engine, self._stale, spec.stale_version)
+    @contextlib.asynccontextmanager
+    async def _seated(
+        self, spec: EpisodeSpec, ticket: int | None, rank: str | None, parked: bool
+    ) -> AsyncIterator[Seat]:
+        links: Mapping[str, Any] = self._engines
+        async with contextlib.AsyncExitStack() as stack:
+            if self._lockstep is not None:
+                player = self._lockstep.player((spec.purpose, spec.visit, spec.member))
+                links = dict.fromkeys(links, await stack.enter_async_context(player))
+            if ticket is None:
+                rank = list(links)[spec.visit % len(links)]  # a group shares its prefix, so it shares the engine
+            version = spec.stale_version
+            stale = (self._stale, version) if self._stale is not None and version is not None else None
+            tell = functools.partial(self._tell, ticket) if ticket is not None else None
+            seat = Seat(links, rank, tell=tell, parked=parked, stale=stale)
+            if ticket is not None:
+                self._seats[ticket] = seat
+                stack.callback(self._seats.pop, ticket)
+            yield seat
+
+    def _tell(self, ticket: int, what: Literal["turn", "returned"], context: int) -> None:
+        self._news.append((ticket, what, time.time(), context))
+        self._told.set()
+
+    def _drain(self) -> tuple[Told, ...]:
+        news, self._news = tuple(self._news), []
+        self._told.clear()
+        return news
+
+    async def turns(self, wait_s: float) -> tuple[Told, ...]:
+        """What happened since it was asked last: once anything has, or nothing after `wait_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._told.wait()
+        await asyncio.sleep(_GATHER_S)
+        return self._drain()
+
+    def move(self, moves: tuple[tuple[int, str | None], ...]) -> None:
+        """Each (ticket, rank) goes on at that rank; None: it waits at its next tool boundary."""
+        for ticket, rank in moves:
+            if (seat := self._seats.get(ticket)) is not None:  # else it is over
+                seat.move(rank)
 
     async def seal(self, purpose: str, visit: int, members: tuple[int, ...], path: Path) -> None:
         """Write these members as one group file, and forget them. The disk holds up no other episode."""
@@ -94,33 +141,12 @@ class Worker:
         if self._lockstep is not None:
             self._lockstep.take_back(purpose, visit)
         unknown = sum(t.loss_tokens for member, t in finished.items() if member not in known)
-        return unknown + sum(c.tokens for c in playing.values())
+        return unknown + sum(seat.tokens for seat in playing.values())
 
     def expect(self, purpose: str, visits: tuple[int, ...], members: int) -> None:
         """`members` episodes of each of these visits will start, and no other of those announced before."""
         if self._lockstep is not None:
             self._lockstep.expect({(purpose, visit, member) for visit in visits for member in range(members)})
-
-
-class EngineLink:
-    """The way to one engine; a restarted engine is found again at its address."""
-
-    def __init__(self, address: str, start_s: float) -> None:
-        self._address, self._start_s = address, start_s
-        self._wire: Client | None = None
-        self._opening = asyncio.Lock()
-
-    async def client(self) -> EngineClient:
-        """The engine now at the address. Raises: DeadlineExceeded if none comes up."""
-        async with self._opening:
-            if self._wire is None or self._wire.lost.is_set():
-                await self.close()
-                self._wire = await Client.open(self._address, name="engine", deadline_s=self._start_s)
-        return EngineClient(self._wire)
-
-    async def close(self) -> None:
-        if self._wire is not None:
-            await self._wire.close()
 
 
 class Lockstep:
@@ -149,7 +175,7 @@ class Lockstep:
         asyncio.get_running_loop().call_soon(self._fire_if_complete)  # once what was cancelled of it waits no more
 
     @contextlib.asynccontextmanager
-    async def player(self, episode: tuple[str, int, int]) -> AsyncIterator[Engine]:
+    async def player(self, episode: tuple[str, int, int]) -> AsyncIterator[_LockedEngine]:
         self._expected.discard(episode)
         self._live += 1
         try:
@@ -193,52 +219,16 @@ class Lockstep:
                 future.set_result(result)
 
 
-class _Counted:
-    """Counts the tokens an engine returned to one episode, also of turns that reach no trajectory."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-
-    def over(self, engine: Any) -> Engine:
-        self._engine = engine
-        return cast(Engine, self)
-
-    async def generate(self, *args: Any, **options: Any) -> Generation:
-        generation: Generation = await self._engine.generate(*args, **options)
-        self.tokens += len(generation.ids)
-        return generation
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-
-class _WithStalePool:
-    """An engine that holds one version, and the stale pool's for the turns of that one."""
-
-    def __init__(self, engine: Any, stale: EngineLink, version: int) -> None:
-        self._engine, self._stale, self._version = engine, stale, version
-
-    async def generate(self, *args: Any, version: int | None = None, **options: Any) -> Generation:
-        if version == self._version:
-            with contextlib.suppress(EngineError):  # refreshed meanwhile: then the newest draws this turn
-                return await (await self._stale.client()).generate(*args, version=version, **options)
-            version = None
-        generation: Generation = await self._engine.generate(*args, version=version, **options)
-        return generation
-
-    async def release(self, session: str) -> None:
-        await (await self._stale.client()).release(session)
-        await self._engine.release(session)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-
 class _LockedEngine:
-    """The engine as one episode of a lockstep run sees it."""
+    """The engine as one episode of a lockstep run sees it, and the way to it."""
+
+    up = True
 
     def __init__(self, lockstep: Lockstep, engine: EngineClient) -> None:
         self._lockstep, self._engine = lockstep, engine
+
+    async def client(self) -> _LockedEngine:
+        return self
 
     async def generate(self, session: str, ids: np.ndarray, sampling: Sampling, **options: Any) -> Generation:
         return await self._lockstep.generate({"session": session, "ids": ids, "sampling": sampling, **options})
@@ -248,12 +238,13 @@ class _LockedEngine:
 
 
 async def main(socket_path: str, args: dict[str, Any]) -> None:
-    """Process entry. args: model_dir, tool_format, env_, engine_ and stale_address(es), lockstep, start_s."""
+    """Process entry. args: model_dir, tool_format, env_addresses, engine_addresses (by rank), stale_address, lockstep,
+    start_s."""
     async with contextlib.AsyncExitStack() as stack:
         env = await stack.enter_async_context(LocalClient(tuple(args["env_addresses"])))
-        links = [EngineLink(address, args["start_s"]) for address in args["engine_addresses"]]
+        links = {name: EngineLink(address, args["start_s"]) for name, address in args["engine_addresses"].items()}
         stale = EngineLink(args["stale_address"], args["start_s"]) if args["stale_address"] else None
-        for link in (*links, *((stale,) if stale else ())):
+        for link in (*links.values(), *((stale,) if stale else ())):
             stack.push_async_callback(link.close)
         chat = load_chat(Path(args["model_dir"]), args["tool_format"])
         worker = Worker(chat, env, links, lockstep=args["lockstep"], stale=stale)
@@ -261,7 +252,11 @@ async def main(socket_path: str, args: dict[str, Any]) -> None:
         async def handle(peer: Peer, method: str, payload: dict[str, Any]) -> Any:
             match method:
                 case "episode":
-                    return await worker.episode(payload["spec"])
+                    return await worker.episode(**payload)
+                case "turns":
+                    return await worker.turns(payload["wait_s"])
+                case "move":
+                    return worker.move(payload["moves"])
                 case "seal":
                     return await worker.seal(
                         payload["purpose"], payload["visit"], payload["members"], Path(payload["path"])

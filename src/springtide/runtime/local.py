@@ -52,6 +52,24 @@ class Runtime:
     silent_s: float
     stale: Rank | None = None  # the engine of the stale pool, where an engine holds one version only
     versions: dict[str, int] = field(default_factory=dict)  # holder -> version every engine must hold
+    guests: dict[str, Rank] = field(default_factory=dict)  # trainer rank -> the engine that it hosts while it is lent
+    _former: list[EngineStats] = field(default_factory=list)  # of guests that went: what they did
+
+    @property
+    def playing(self) -> list[Rank]:
+        """The engines, and the guests that hold the rollout role."""
+        return [*self.engines, *(guest for guest in self.guests.values() if guest.role == "rollout")]
+
+    async def lend(self, trainer: str) -> None:
+        """Let this trainer rank play: its guest starts, with every version that is in use."""
+        await self.guests[trainer].assume("rollout", None, deadline_s=_LOAD_S)
+
+    async def take_back(self, trainer: str) -> None:
+        """Its guest ends, and what it held in memory is free."""
+        guest = self.guests[trainer]
+        with contextlib.suppress(ConnectionLost):  # it died: its counts are lost
+            self._former.append(await guest.call("stats", deadline_s=CONTROL_S))
+        await guest.rest(deadline_s=_LOAD_S)
 
     async def load(self, version: int, *, stale: int | None = None) -> None:
         """Every engine pulls and verifies `version` and makes it the newest; `stale` becomes the stale pool's."""
@@ -85,8 +103,8 @@ class Runtime:
             await self._each("drop", version=version)
 
     async def engine_stats(self) -> list[EngineStats]:
-        stats = []
-        for engine in self.engines:
+        stats = list(self._former)
+        for engine in self.playing:
             with contextlib.suppress(ConnectionLost):  # it is being restarted; its counts start again
                 stats.append(await engine.call("stats", deadline_s=CONTROL_S))
         return stats
@@ -101,7 +119,7 @@ class Runtime:
 
     def silent(self) -> str:
         """Who has answered nothing for a while, for people to read; empty if all answer."""
-        ranks = (self.trainer, self.reference, self.proximal, *self.engines, *self.workers)
+        ranks = (self.trainer, self.reference, self.proximal, *self.playing, *self.workers)
         silences = {r.name: r.silence_s for r in ranks if r is not None}
         return ", ".join(
             f"{name} has answered nothing for {s:.0f} s"
@@ -111,7 +129,7 @@ class Runtime:
 
     def restarts(self) -> dict[str, int]:
         """How often processes were replaced, by name; only those that were."""
-        ranks = {r.name: r.restarts for r in (*self.engines, *self.workers) if r.restarts}
+        ranks = {r.name: r.restarts for r in (*self.engines, *self.guests.values(), *self.workers) if r.restarts}
         counts = self.env.counts
         env = counts.get("lost", 0) + counts.get("replaced", 0)
         return {**ranks, **({"env": env} if env else {})}
@@ -129,13 +147,18 @@ class Runtime:
                 await engine.call("pin", version=version, deadline_s=_LOAD_S)
 
     async def _each(self, method: str, **payload: Any) -> None:
-        await self._all([e for e in self.engines if e is not self.stale], method, **payload)
+        await self._all([e for e in self.playing if e is not self.stale], method, **payload)
 
     async def _all(self, engines: list[Rank], method: str, **payload: Any) -> None:
         """Call them; one that is given the versions in use just now, having died, is called after that."""
         async with task_group() as tasks:
             for engine in engines:
-                tasks.create_task(engine.call_again(method, deadline_s=_LOAD_S, **payload))
+                tasks.create_task(_call(engine, method, **payload))
+
+
+async def _call(engine: Rank, method: str, **payload: Any) -> None:
+    with contextlib.suppress(ConnectionLost):  # a guest that went meanwhile
+        await engine.call_again(method, deadline_s=_LOAD_S, **payload)
 
 
 @contextlib.asynccontextmanager
@@ -191,17 +214,20 @@ async def open_runtime(
         await stack.enter_async_context(env)
         vllm = config.engine.kind == "vllm"
         engine_s = config.engine.vllm.start_s if vllm else start_s
-        engines = [
-            rank(
-                name,
-                f"springtide.engine.{'vllm' if vllm else 'server'}:main",
-                {"model": str(model_dir), "store": str(weights), "config": tree, "index": i},
-                restart=True,
-                prepare=prepare,
-                start_s=engine_s,
+        plays = f"springtide.engine.{'vllm' if vllm else 'server'}:main"
+        about = {"model": str(model_dir), "store": str(weights), "config": tree}
+        engine: dict[str, Any] = {"restart": True, "prepare": prepare, "start_s": engine_s}
+        engines = [rank(name, plays, {**about, "index": i}, **engine) for i, name in enumerate(seated("rollout"))]
+        guests = {
+            name: rank(
+                f"{name}-guest",
+                None,
+                {},
+                roles={"rollout": Program(plays, {**about, "index": len(engines) + i}, take="load")},
+                **engine,
             )
-            for i, name in enumerate(seated("rollout"))
-        ]
+            for i, name in enumerate(seated("trainer") if config.trainer.lend else ())
+        }
         stale = engines[-1] if config.stale_apart else None
         workers = [
             rank(
@@ -211,7 +237,10 @@ async def open_runtime(
                     "model_dir": str(model_dir),
                     "tool_format": config.model.tool_format,
                     "env_addresses": list(env.addresses),
-                    "engine_addresses": [e.socket_path for e in engines if e is not stale],
+                    "engine_addresses": {
+                        **{e.name: e.socket_path for e in engines if e is not stale},
+                        **{trainer: guest.socket_path for trainer, guest in guests.items()},
+                    },
                     "stale_address": stale.socket_path if stale else None,
                     "lockstep": config.schedule.policy == "synchronous",
                     "start_s": engine_s,
@@ -273,8 +302,10 @@ async def open_runtime(
             Pins(weights),
             silent_s,
             stale,
+            guests=guests,
         )
-        await stack.enter_async_context(keep_alive([*trainer.ranks, *engines, *workers, *idle.values()]))
+        ranks = [*trainer.ranks, *engines, *guests.values(), *workers, *idle.values()]
+        await stack.enter_async_context(keep_alive(ranks))
         yield runtime
 
 

@@ -74,9 +74,10 @@ class Rank:
         self._roles = roles or {}
         self.role: Role | None = None
         self._version: int | None = None
-        self._switch = asyncio.Event()
+        self._switch, self._empty = asyncio.Event(), asyncio.Event()
         self.process: Supervised | None = None
         self.up, self._came_up = asyncio.Event(), False
+        self.changed: Callable[[Rank], None] | None = None  # called when `up` was set or cleared
         self.restarts = 0
         self.live = 0  # episodes in flight, for a rollout worker
 
@@ -84,10 +85,12 @@ class Rank:
         """Keep the program alive until cancelled. Raises: ProcessFailed when it may not be restarted (again)."""
         deaths: deque[float] = deque()
         while True:
-            if self._program is None:
+            while self._program is None:
+                self._switch.clear()
+                self._empty.set()
                 await self._switch.wait()
             self._switch.clear()
-            assert self._program is not None
+            self._empty.clear()
             try:
                 failure = await self._live(self._program)
             except ProcessFailed as error:  # of no use if it never started, unless it was killed
@@ -126,12 +129,14 @@ class Rank:
                 if not self._switch.is_set():
                     self.up.set()
                     self._came_up = True
+                    self._tell()
                 await _first(process.exited, process.client.lost, self._switch)
             except ConnectionLost:
                 pass  # it died while it was prepared
             finally:
                 self.up.clear()
                 self.process = None
+                self._tell()
             if self._switch.is_set():
                 return None
             try:
@@ -142,6 +147,10 @@ class Rank:
                 process.kill()
                 await process.exited.wait()
             return process.failure()
+
+    def _tell(self) -> None:
+        if self.changed is not None:
+            self.changed(self)
 
     async def assume(self, role: Role, version: int | None, *, deadline_s: float) -> None:
         """Hold `role` with the weights of `version`; None: with those that its program starts with.
@@ -166,6 +175,17 @@ class Rank:
         except TimeoutError:
             raise DeadlineExceeded(f"{self.name} did not hold the role {role} within {deadline_s:g} s") from None
 
+    async def rest(self, *, deadline_s: float) -> None:
+        """Hold no role: returns once the program has ended and its memory is free. Raises: DeadlineExceeded."""
+        self.role, self._program, self._version = None, None, None
+        self.up.clear()
+        self._switch.set()
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._empty.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.name} did not end within {deadline_s:g} s") from None
+
     async def call(self, method: str, *, deadline_s: float, **payload: Any) -> Any:
         """Call the program now. Raises: ConnectionLost (down, or died meanwhile), DeadlineExceeded, RemoteError."""
         if self.process is None:
@@ -175,13 +195,15 @@ class Rank:
     async def call_again(self, method: str, *, deadline_s: float, **payload: Any) -> Any:
         """`call`, for what may be asked twice: a successor is asked again, once it holds what its predecessor held.
 
-        Raises: DeadlineExceeded, RemoteError.
+        Raises: ConnectionLost (it holds no role any more), DeadlineExceeded, RemoteError.
         """
         while True:
             await self.wait_up()
             try:
                 return await self.call(method, deadline_s=deadline_s, **payload)
             except ConnectionLost:
+                if self._program is None:
+                    raise
                 await asyncio.sleep(_NOTICED_S)
 
     @property

@@ -1,7 +1,7 @@
 """A policy of three parts: who goes where (placement), which rank does what (roles), and when a group is drawn (gates).
 
-Owns: the order in which the parts are asked, and the gates: staleness and concurrency (those of `simple.FixedSplit`),
-environments, and diversity of tasks. Invariants: the parts see every event through `observe` and keep nothing that
+Owns: the order in which the parts are asked, and the gates: staleness, concurrency, environments, and
+diversity of tasks. Invariants: the parts see every event through `observe` and keep nothing that
 follows from anything else; at an edge a policy asks for `Sync` once, last.
 Called by: `registry.py`, which puts the policies together.
 """
@@ -17,7 +17,7 @@ from springtide.schedule.parts import Episode, RankState
 from springtide.schedule.policy import Batch, Bounds, Layout, Wait, choose_batch, next_fed, stale
 from springtide.schedule.readiness import Readiness
 
-_DIVERSE = 2.0  # times its share of the pending groups that a suite may hold, so that one that hangs leaves room
+_DIVERSE = 2.0  # times its share of the groups in flight that a suite may have, so that one that hangs leaves room
 
 
 class Placement(Protocol):
@@ -132,6 +132,8 @@ class ClusterPolicy:
 
     def closed(self, state: Readiness) -> str | None:
         """Why no group is drawn, or None."""
+        if state.held:
+            return "held: the run has not begun, evaluates before it draws, or ends"
         return self.gates.closed(state, self.roles.fetch) or self.roles.holds(state) or self.placement.full(state)
 
     def batch(self, state: Readiness) -> Batch | Wait:
@@ -148,12 +150,12 @@ class ClusterPolicy:
     def blocked(self, state: Readiness) -> str:
         reason = self.closed(state)
         if reason is None and self.gates.suite(state) is None:
-            reason = f"diversity: each suite holds {_DIVERSE:g} times its share of the pending groups"
+            reason = f"diversity: each suite has {_DIVERSE:g} times its share of the groups in flight"
         return reason or "nothing"
 
 
 class Gates:
-    """AReaL's staleness gate, groups in flight, environments; no suite beyond twice its share of what is pending."""
+    """AReaL's staleness gate, groups in flight, environments; no suite beyond twice its share of what is in flight."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
@@ -187,6 +189,6 @@ class Gates:
         free = [
             suite
             for suite, share in state.mixture.items()
-            if state.pending_of[suite] < max(1, math.ceil(_DIVERSE * share * most))
+            if state.playing_of[suite] < max(1, math.ceil(_DIVERSE * share * most))
         ]
         return state.next_suite(free) if free else None

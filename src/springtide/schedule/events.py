@@ -29,6 +29,14 @@ class Began:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """From now on (`on`) no group is drawn, or again: before the first step, and while a run ends."""
+
+    t: float
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
     """An evaluation began or ended; while it runs its version is pinned."""
 
@@ -79,6 +87,14 @@ class Dropped:
     t: float
     visit: int
     cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """A group in flight lost all it had, what was over of it included: its members wait to be placed again."""
+
+    t: float
+    visit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +224,8 @@ class RoleChanged:
 
 
 Event = (
-    Began | Evaluation | Measured | Admitted | Ready | Dropped | StepStarted | Fed | Updated | StepEnded
-    | Placed | TurnEnded | Returned | Paused | Resumed | Finished | RankJoined | RankLeft | RoleChanged
+    Began | Held | Evaluation | Measured | Admitted | Ready | Dropped | Restarted | StepStarted | Fed | Updated
+    | StepEnded | Placed | TurnEnded | Returned | Paused | Resumed | Finished | RankJoined | RankLeft | RoleChanged
 )  # fmt: skip
 
 

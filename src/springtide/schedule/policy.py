@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 from springtide.schedule.events import Abort, Action, Pipeline
 from springtide.schedule.parts import GroupState
-from springtide.schedule.readiness import Readiness
+from springtide.schedule.readiness import Follower, Readiness
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Wait:
     reason: str
 
 
-class Policy(Protocol):
+class Policy(Follower, Protocol):
     """Decides by what is ready. A policy may keep state of its own, as long as it follows from the events alone."""
 
     def decide(self, state: Readiness) -> list[Action]:

@@ -25,6 +25,7 @@ from springtide.schedule.events import (
     Event,
     Fed,
     Finished,
+    Held,
     Measured,
     Pause,
     Paused,
@@ -32,6 +33,7 @@ from springtide.schedule.events import (
     RankJoined,
     RankLeft,
     Ready,
+    Restarted,
     Resume,
     Resumed,
     Returned,
@@ -99,13 +101,13 @@ class Readiness:
         self.training: tuple[str, ...] = ()
         self.training_births: tuple[int, ...] = ()
         self.still = 0
-        self.step_running = self.edge = self.evaluating = False
+        self.step_running = self.edge = self.evaluating = self.held = False
         self.costs: dict[str, Smoothed] = {}
         self.suites = {suite: SuiteStats() for suite in self.mixture}
         self.ready_at_start = 0
         self.gap_s, self.step_s, self.train_wait_s, self.rollout_wait_s = (Smoothed() for _ in range(4))
         self.alive = 0  # episodes in flight: each holds an environment
-        self.pending_of: Counter[str] = Counter()  # groups of a suite in flight or ready
+        self.playing_of: Counter[str] = Counter()  # groups of a suite in flight
         self.decode = Line()  # seconds of a turn for each token sampled, over the episodes that decode on the rank
         self.flying = Smoothed(0.01)  # episodes on ranks, as seen when turns end
         self.group_tokens = Smoothed()  # of a ready group
@@ -225,7 +227,14 @@ class Readiness:
                 if not group.evaluation:
                     self._held[group.suite] -= 1
                     self._total -= 1
-                    self.pending_of[group.suite] -= 1
+            case Restarted(_, visit):
+                group = self._group(visit)
+                if group.state == "ready":
+                    raise InvalidEvent(f"visit {visit} is ready, so nothing of it plays")
+                for episode in group.episodes.values():
+                    self._forget(episode, now)
+                group.played = 0
+                self._line_up(group, now)
             case StepStarted(_, visits, more):
                 self._step_started(visits, more, now)
             case Fed(_, visit):
@@ -266,6 +275,8 @@ class Readiness:
                 self.costs.setdefault(what, Smoothed()).add(value)
             case Evaluation(_, running):
                 self.evaluating = running
+            case Held(_, on):
+                self.held = on
             case Began(_, step, mixture, taken):
                 self.__init__(mixture, step=step, consumed=taken)  # type: ignore[misc]
                 self._step_from = now
@@ -442,11 +453,7 @@ class Readiness:
         if suite not in self.mixture and not evaluation:
             raise InvalidEvent(f"visit {visit} is of suite {suite!r}, which is not in the mixture")
         group = GroupState(visit, suite, birth, now, members, evaluation)
-        self.alive += members
-        for member in range(members):
-            group.episodes[member] = episode = Episode(group, member, now)
-            self.waiting[episode.key] = episode
-            self._touched.append(episode)
+        self._line_up(group, now)
         if evaluation:
             self.evaluations[visit] = group
             return
@@ -454,7 +461,14 @@ class Readiness:
         self.births[birth] += 1
         self._held[suite] += 1
         self._total += 1
-        self.pending_of[suite] += 1
+        self.playing_of[suite] += 1
+
+    def _line_up(self, group: GroupState, now: float) -> None:
+        """All its members wait for a place."""
+        self.alive += group.members
+        for member in range(group.members):
+            group.episodes[member] = episode = Episode(group, member, now)
+            self._wait(episode, now)
 
     def _gone(self, group: GroupState, now: float) -> None:
         """Out of flight, with all its episodes."""
@@ -463,6 +477,7 @@ class Readiness:
         group.episodes.clear()
         if self.playing.pop(group.visit, None) is not None:
             _less(self.births, group.birth)
+            self.playing_of[group.suite] -= 1
         self.evaluations.pop(group.visit, None)
 
     def _forget(self, episode: Episode, now: float) -> None:
@@ -540,7 +555,6 @@ class Readiness:
         for group in groups:
             del self.buffer[group.visit]
             _less(self.ready_births, group.birth)
-            self.pending_of[group.suite] -= 1
             self.training += (group.suite,)
             self.training_births += (group.birth,)
 

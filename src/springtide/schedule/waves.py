@@ -14,8 +14,8 @@ from springtide.schedule.readiness import Readiness
 
 
 class Waves(Gates):
-    """As `simple.Synchronous`: groups dropped for equal rewards are refilled in whole waves, after every group of the
-    wave has ended, so that what is played together never depends on timing."""
+    """Groups dropped for equal rewards are refilled in whole waves, after every group of the wave has ended, so that
+    what is played together never depends on timing."""
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)
@@ -35,6 +35,9 @@ class Waves(Gates):
         if due <= 0:
             return f"synchronous: {len(state.playing)} groups of this wave in flight"
         return self.crowded(state)
+
+    def suite(self, state: Readiness) -> str | None:
+        return state.next_suite()  # a wave is drawn whole, and has no room to leave
 
 
 class OneAhead(Gates):

@@ -28,18 +28,30 @@ from springtide.process import CONTROL_S, task_group
 from springtide.rollout.draws import make_samplers
 from springtide.rollout.episode import EpisodeSpec, EpisodeSummary
 from springtide.rollout.evaluate import EvalResult, eval_tasks, evaluate
-from springtide.rollout.feeder import BrokenRun, Feeder, Versions
+from springtide.rollout.feeder import OF_EPISODES, BrokenRun, Feeder, Versions
 from springtide.rollout.pool import play_once
 from springtide.rundir import RunDirectory
 from springtide.runtime.local import Runtime
 from springtide.runtime.ranks import Rank
-from springtide.schedule.events import Began, Evaluation, StepEnded, StepStarted, event_to_json
-from springtide.schedule.policy import Batch, Bounds, Wait
+from springtide.schedule.events import (
+    Began,
+    Evaluation,
+    Held,
+    Pause,
+    Resume,
+    Route,
+    StepEnded,
+    StepStarted,
+    Updated,
+    event_to_json,
+)
+from springtide.schedule.policy import Batch, Bounds, Layout, Wait
 from springtide.schedule.readiness import Readiness
-from springtide.schedule.simple import make_policy
+from springtide.schedule.registry import make_policy
 from springtide.trace import TaskRef, atomic_write, make_version
 from springtide.trainer.checkpoint import NotFinite
 from springtide.trainer.clock import WAITS, Clock
+from springtide.trainer.roles import Roles
 from springtide.wire import ConnectionLost, RemoteError
 
 _STEP_S = 3600.0  # deadline of one optimiser step, a publication, a checkpoint
@@ -84,11 +96,19 @@ class Driver:
         self._stale_step = -1
         trainable = {s: tuple(t for t in tasks if "dev" not in t.tags) for s, tasks in catalogs.items()}
         self._catalogs, self._eval_catalogs = trainable, eval_catalogs
-        self._bounds = Bounds(
-            config.trainer.groups, config.rollout.concurrency, config.staleness.bound, config.staleness.overage
+        bounds = Bounds(
+            config.trainer.groups,
+            config.rollout.concurrency,
+            config.staleness.bound,
+            config.staleness.overage,
+            members=config.rollout.group.n,
+            environments=config.rollout.environments,
         )
         self._state = Readiness(weights, step=self.step, consumed=ledger.consumed())
-        self._policy = make_policy(config.schedule.policy, self._bounds)
+        size, sharded = config.trainer.ranks, config.trainer.sharding == "fsdp"
+        layout = Layout(config.engine.ranks, 0, size, size if config.trainer.lend else 0, sharded=sharded)
+        self._policy = make_policy(config.schedule.policy, bounds, layout)
+        self._state.follow(self._policy)
         self._feeder = Feeder(
             config,
             ledger=ledger,
@@ -100,14 +120,18 @@ class Driver:
             directory=directory.trajectories,
             record=self._record,
             note=lambda text: metrics.note(self.step, text),
+            switch=lambda action: self._roles.ask(action),
         )
-        self._feeder.apply(Began(time.time(), self.step, self._state.mixture, dict(self._state.consumed)))
+        self._roles = Roles(config, runtime, self._state, self._feeder.apply)
+        now = time.time()
+        self._feeder.apply(Began(now, self.step, self._state.mixture, dict(self._state.consumed)), Held(now, True))
         self._synchronous = config.schedule.policy == "synchronous"
         self._pending_eval: asyncio.Task[None] | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._saved_step = self.step if checkpoint else -1
         self._refused = 0
         self._stepping = False  # an optimiser step is under way
+        self._feeding = False  # groups are drawn
         self._after_step: Callable[[], object] | None = None  # to be called when it is recorded
 
     # --- the sentence -----------------------------------------------------------------------------------------------
@@ -163,35 +187,54 @@ class Driver:
         self.metrics.note(self.step, f"the loss of the cold start went {fell} in {cold.steps} steps")
 
     @contextlib.asynccontextmanager
+    async def scheduling(self) -> AsyncIterator[None]:
+        """Let the policy place what plays during the block, whoever asked for it."""
+        async with task_group() as tasks, self._roles.announced():
+            self._tasks = tasks
+            beside = [tasks.create_task(self._feeder.run(), name="feeder")]
+            for worker in self._runtime.workers:
+                beside.append(tasks.create_task(self._feeder.listen(worker), name=f"news of {worker.name}"))
+            try:
+                yield
+            finally:
+                for task in beside:
+                    task.cancel()
+
+    @contextlib.asynccontextmanager
     async def feeding(self) -> AsyncIterator[None]:
         """Draw and play beside the block; at its end every pending group ends as `run_ended`."""
         self._clock.start()
         self.metrics.begin(await self._runtime.engine_stats(), await self._paced())
         try:
-            async with task_group() as tasks:
-                self._tasks = tasks
-                self._feeder.hold(False)
-                feeder = tasks.create_task(self._feeder.run(), name="feeder")
-                yield
-                self._feeder.hold(True)
-                await self._feeder.end("run_ended")  # first: what nobody will train must not slow the evaluation
-                await self._join_evaluation()
-                feeder.cancel()
+            self._feeder.resume()
+            self._feeding = True
+            self._roles.open_trainers()
+            self._feeder.hold(False)
+            yield
+            self._hold()
+            await self._feeder.end("run_ended")  # first: what nobody will train must not slow the evaluation
+            await self._join_evaluation()
         finally:
+            self._hold()
             self._clock.stop()
+
+    def _hold(self) -> None:
+        self._feeding = False
+        self._feeder.hold(True)
 
     async def next_batch(self) -> tuple[int, ...]:
         """Wait until the policy's batch is ready; the visits of it, or none once the run is over. Raises: StuckRun."""
         patience = self.config.rollout.group.deadline_s + _SLACK_S
-        quiet_s = 0.0
+        quiet_s, seen = 0.0, self._feeder.events
         while not self.finished:
             choice = self._policy.batch(self._state)
             if isinstance(choice, Batch):
                 self._feeder.apply(StepStarted(time.time(), choice.visits))
                 return choice.visits
             with self._clock.measure(f"wait_{choice.cause}"):
-                happened = await self._feeder.changed(_LOOK_S)
+                await self._feeder.changed(_LOOK_S)
             # During an evaluation groups may wait for long, as it does not count against their deadlines.
+            happened, seen = self._feeder.events > seen, self._feeder.events
             quiet_s = 0.0 if happened or self._state.evaluating else quiet_s + _LOOK_S
             if quiet_s >= patience:
                 blocked = self._policy.blocked(self._state)
@@ -277,6 +320,10 @@ class Driver:
             await self._join_evaluation()  # its version is the one that the engines hold
         version = make_version(self.incarnation, self.step)
         with self._clock.measure("publish"):
+            if self._state.step_running:
+                self._feeder.apply(Updated(time.time()))
+                await self._feeder.synced()
+                await self._roles.settled()
             with _written(f"cannot publish weights to {self._runtime.weights}"):
                 await self._runtime.trainer.call("publish", deadline_s=_STEP_S, version=version)
             refresh = self.config.rollout.stale_probability > 0 and (
@@ -286,7 +333,7 @@ class Driver:
         self._versions.current = version
         if refresh:
             self._versions.stale, self._stale_step = version, self.step
-        self._feeder.hold(self._synchronous)  # a synchronous run evaluates before it draws; see evaluate_if_due
+        self._feeder.hold(self._synchronous or not self._feeding)  # it evaluates before it draws; see evaluate_if_due
         if self._state.step_running:
             self._feeder.apply(StepEnded(time.time(), self.step))
 
@@ -410,7 +457,7 @@ class Driver:
             name = f"eval-{label.replace(' ', '-')}-{spec.task.suite}-{spec.task.index:05d}.msgpack"
             keep = spec.member == 0 and spec.task.id in kept
             path = self.directory.trajectories / name
-            summary = await play_once(self._runtime.pool, spec, keep=path if keep else None)
+            summary = await play_once(self._runtime.pool, spec, keep=path if keep else None, places=self._feeder.places)
             ended += 1
             if self._clock.since is None:  # the loop stands still for it
                 self.metrics.doing(f"evaluation ({shown}): episodes", min(ended, total), total)
@@ -507,8 +554,12 @@ class Driver:
         return await self._runtime.pace_counts() if self.config.runtime.pace.device != "none" else {}
 
     def _record(self, event: Any) -> None:
+        of_episode = isinstance(event, (*OF_EPISODES, Route, Pause, Resume))
+        if of_episode and self.config.observe.events == "groups":
+            return
         self._events.write(json.dumps(event_to_json(event)) + "\n")
-        self._events.flush()
+        if not of_episode:
+            self._events.flush()
 
 
 def _refusal(learned: dict[str, Any]) -> str:

@@ -91,6 +91,7 @@ async def open_run(config: Config, *, resume: bool = False, calibrates: bool = F
                 raise ConfigError(f"eval: suite {name} has no {kind} at level {tasks[0].level} to evaluate on")
         directory.begin(given)
         driver = Driver(config, directory, runtime, ledger, metrics, catalogs, evals, weights, checkpoint, events)
+        await stack.enter_async_context(driver.scheduling())
         if not driver.fresh:
             metrics.resumed(driver.step, driver.elapsed, driver.incarnation)
         watchers = (
