@@ -28,7 +28,7 @@ def test_three_blows_at_random_moments_lose_nothing(tiny_model: Path, tmp_path: 
         rollout={"group": {"n": 4, "retries": 0}}, trainer={"checkpoint_every": 3}, runtime={"silent_s": 2},
     )  # fmt: skip
     siege = Siege(config, seed=7)
-    siege.endure([Blow("rollout", KILL, 4), Blow("driver", KILL, 9), Blow("engine", STOP, 14)])
+    siege.endure([Blow("driver", KILL, 4), Blow("engine", STOP, 9), Blow("rollout", KILL, 16)])
     assert audit(config)["attempts_killed"] > 0
     siege.check_nothing_is_left()
 
