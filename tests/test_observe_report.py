@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -33,7 +33,9 @@ from springtide.observe.plots import smooth, write_curve
 from springtide.observe.report import render, write_report
 from springtide.observe.runview import RunView
 from springtide.observe.sinks import read_records
+from springtide.observe.spent import CAUSES, merged, seconds_of
 from springtide.observe.view import Viewer, open_viewer
+from springtide.schedule.policy import Wait
 from springtide.trace import Group, Message, ToolCall
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>\x00\x1b[31m\ud800"
@@ -165,9 +167,9 @@ def test_a_run_that_minutes_end_is_shown_in_minutes(run: Path) -> None:
 
 def test_a_cause_of_waiting_has_one_name(run: Path) -> None:
     """The board said stale_group, the report "wait for a late group"."""
-    from springtide.observe.report import _CAUSES
-
-    assert [name.replace("wait: ", "wait_") for name, _ in _CAUSES.values()] == list(_CAUSES)
+    assert [name.replace("wait: ", "wait_") for name, _ in CAUSES.values()] == list(CAUSES)
+    waits = get_args(get_type_hints(Wait)["cause"])
+    assert {f"wait_{cause}" for cause in waits} == {cause for cause in CAUSES if cause.startswith("wait_")}
 
 
 def test_every_table_scrolls_by_itself_where_the_screen_is_narrow(run: Path) -> None:
@@ -190,14 +192,48 @@ def test_every_table_scrolls_by_itself_where_the_screen_is_narrow(run: Path) -> 
 
 
 def test_time_in_the_timeline_adds_up_to_the_run(run: Path) -> None:
-    from springtide.observe.report import _merged, _seconds
-
     steps = RunView.open(run).steps
-    spans = _merged([(r, _seconds(r)) for r in steps], most=2)
+    spans = merged([(r, seconds_of(r)) for r in steps], most=2)
     assert [s[0] for s in spans] == ["step 1 to 2", "step 3 to 4"]
     assert math.isclose(spans[-1][2], steps[-1]["t"])
-    assert all(math.isclose(sum(_seconds(r).values()), r["step_s"], rel_tol=1e-6) for r in steps)
+    assert all(math.isclose(sum(seconds_of(r).values()), r["step_s"], rel_tol=1e-9) for r in steps)
     assert read(run).of("figure", "class", "wide")
+
+
+@given(st.dictionaries(st.sampled_from([*CAUSES, "napping"]), st.floats(0, 1e4)), st.floats(0, 1e4))
+def test_the_parts_of_a_step_add_up_to_its_wall_time(seconds: dict[str, float], step_s: float) -> None:
+    parts = seconds_of({"seconds": seconds, "step_s": step_s})
+    assert sum(parts.values()) == pytest.approx(step_s, rel=1e-9, abs=1e-9) and set(parts) <= set(CAUSES)
+    assert all(value >= 0 for value in parts.values())
+
+
+def test_the_clock_of_a_run_claims_no_more_than_there_is(run: Path) -> None:
+    page = read(run)
+    assert "The parts of a bar add up" in page.text and "more than there are" not in page.text
+    records = read_records(run / "metrics.jsonl")
+    for r in records:
+        if r["kind"] == "step" and r["step"] < 3:
+            r["seconds"]["train"] += 2 * r["step_s"]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    assert "In 2 steps causes claim" in read(run).text
+
+
+def test_a_live_runs_ranks_groups_and_staleness_are_shown(run: Path) -> None:
+    page = read(run)
+    for said in ("Rank timeline", "KV of each playing rank", "Staleness of trained groups", "engine-0: ", "trainer: "):
+        assert said in page.text
+    trained = sum(r["groups"] for r in read_records(run / "metrics.jsonl") if r["kind"] == "step")
+    assert f"over {trained} groups" in page.text
+
+
+def test_a_torn_or_missing_record_of_events_costs_only_what_it_told(run: Path) -> None:
+    with open(run / "events.jsonl", "ab") as file:
+        file.write(b'{"kind": "Ready", "t": 1e9, "visit": 99999}\n{"kind": "Rea')
+    page = read(run)
+    assert "1 event contradicts what came before" in page.text and "Rank timeline" in page.text
+    (run / "events.jsonl").unlink()
+    page = read(run)
+    assert "No event yet." in page.text and "The parts of a bar add up" in page.text
 
 
 def test_every_figure_of_a_run_is_defined_in_the_docs(run: Path) -> None:
@@ -400,6 +436,9 @@ def test_the_viewer_shows_the_run_as_it_is_now(run: Path) -> None:
         with open(run / "metrics.jsonl", "a") as file:
             file.write('{"kind": "note", "step": 4, "text": "written just now"}\n')
         assert "written just now" in get(viewer, "/")[1]
+        with open(run / "events.jsonl", "a") as file:
+            file.write('{"kind": "RankLeft", "t": 4e9, "rank": "engine-0"}\n')
+        assert "engine-0 left" in get(viewer, "/")[1]
     with serving(run) as viewer:
         assert "data-live=" not in get(viewer, "/")[1].split("<body")[1].split("<main>")[0]
 

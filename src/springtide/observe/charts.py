@@ -1,9 +1,9 @@
-"""Charts of a report as inline SVG: lines with intervals, stacked bars, a timeline of ranks.
+"""Charts of a report as inline SVG: lines with intervals, stacked bars, lanes over time.
 
 Owns: the drawing. Invariants: shares are drawn on axes from 0 to 100%, all other axes start at 0 (or below, where data
 do); a gap in the data is a gap in the line; at most `_POINTS` points a line, each the mean of the steps it stands for.
 Figures for the pointer travel as JSON in `data-chart` and are read by `page.js`; without scripts the chart is whole.
-Called by: `observe.report`.
+Called by: `observe.{report,spent,ranks}`.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def line_chart(
     *,
     unit: str = "",
     x_label: str = "optimiser step",
+    x_name: str = "step",
     height: int = 210,
     width: int = 520,
     note: str = "",
@@ -87,7 +88,7 @@ def line_chart(
     values += [m.y for m in marks]
     xs = [x for line in lines for x in line.xs] + [m.x for m in marks]
     if not values:
-        return _figure(title, note or "no data yet", [], None)
+        return figure(title, note or "no data yet", [], None)
     low, high = (0.0, 1.0) if unit == "%" else (min(0.0, *values), max(0.0, *values) or 1.0)
     ticks = [0, 0.25, 0.5, 0.75, 1.0] if unit == "%" else nice_ticks(low, high)
     first, last = min(xs), max(max(xs), min(xs) + 1)
@@ -102,13 +103,14 @@ def line_chart(
         body.append(_mark(frame, m, scale, unit))
     hover = {
         "left": frame.left, "right": frame.width - frame.right, "x0": frame.x0, "x1": frame.x1, "unit": unit,
+        "name": x_name,
         "lines": [
             {"name": n.name, "color": n.color, "x": [round(x, 2) for x in n.xs], "y": [_short(y * scale) for y in n.ys]}
             for n in lines
         ],
     }  # fmt: skip
     legend = [(line.name, line.color) for line in lines] if len(lines) > 1 else []
-    return _figure(title, note, legend, _svg(frame, body), hover)
+    return figure(title, note, legend, _svg(frame, body, label=title), hover)
 
 
 def stacked_bars(
@@ -121,12 +123,14 @@ def stacked_bars(
     unit: str,
     note: str = "",
     share: bool = False,
+    x_label: str = "optimiser step",
+    x_name: str = "step",
     width: int = 520,
     height: int = 210,
 ) -> Html:
     """One bar a step, stacked by the keys of `colors`. share: the rows are shares of 1."""
     if not rows:
-        return _figure(title, "no data yet", [], None)
+        return figure(title, "no data yet", [], None)
     size = math.ceil(len(rows) / _BARS)
     bins = [
         (
@@ -141,10 +145,10 @@ def stacked_bars(
     ticks = [0, 0.25, 0.5, 0.75, 1.0] if share else nice_ticks(0.0, top)
     last = xs[-1]
     frame = Frame(width, height, xs[0] - 0.5, last + 0.5, 0.0, max(top, ticks[-1]))
-    body = _axes(frame, ticks, 100.0 if share else 1.0, "%" if share else unit, "optimiser step")
+    body = _axes(frame, ticks, 100.0 if share else 1.0, "%" if share else unit, x_label)
     for x, end, row in bins:
         left, right, at = frame.x(x - 0.5), frame.x(end - 0.5), 0.0
-        span = f"steps {x:g} to {end - 1:g}" if end - x > 1 else f"step {x:g}"
+        span = f"{x_name}s {x:g} to {end - 1:g}" if end - x > 1 else f"{x_name} {x:g}"
         for key in used:
             if row[key] <= 0:
                 continue
@@ -157,17 +161,18 @@ def stacked_bars(
                 )
             )  # fmt: skip
             at += row[key]
-    return _figure(title, note, [(names.get(k, k), colors[k]) for k in used], _svg(frame, body))
+    return figure(title, note, [(names.get(k, k), colors[k]) for k in used], _svg(frame, body, label=title))
 
 
 def timeline(
+    title: str,
     lanes: Mapping[str, Sequence[tuple[float, float, str, float, str]]],
     end: float,
     legend: Sequence[tuple[str, str]],
     ticks_at: Sequence[tuple[float, str]],
     note: str,
 ) -> Html:
-    """Ranks over wall time. A block is (start_s, end_s, colour, filled share of the lane's height, text)."""
+    """Lanes over wall time. A block is (start_s, end_s, colour, filled share of the lane's height, text)."""
     lane_height, gap, width = 40, 12, 1080
     frame = Frame(width, 40 + len(lanes) * (lane_height + gap), 0.0, max(end, 1e-9), 0.0, 1.0, left=66, top=18)
     body: list[Html] = []
@@ -197,7 +202,7 @@ def timeline(
     for t, text in ticks_at:
         x = frame.x(t)
         body.append(tag("line", tag("title", text), x1=x, x2=x, y1=6, y2=frame.height - frame.bottom, class_="event"))
-    return _figure("Rank timeline", note, list(legend), _svg(frame, body), wide=True)
+    return figure(title, note, list(legend), _svg(frame, body, label=title), wide=True)
 
 
 def share_bar(parts: Sequence[tuple[str, float, str]]) -> Html:
@@ -289,7 +294,7 @@ def _mark(frame: Frame, mark: Mark, scale: float, unit: str) -> Html:
     return tag("g", tag("title", text), parts, class_="mark")
 
 
-def _figure(
+def figure(
     title: str,
     note: str,
     legend: Sequence[tuple[str, str]],
@@ -298,6 +303,7 @@ def _figure(
     *,
     wide: bool = False,
 ) -> Html:
+    """A chart's frame. legend: (name, CSS background). hover: what the pointer shows, see `page.js`."""
     keys = [tag("span", tag("i", style=f"background:{color}"), name, class_="key") for name, color in legend]
     return tag(
         "figure",
@@ -309,8 +315,9 @@ def _figure(
     )
 
 
-def _svg(frame: Frame, body: Sequence[Html], class_: str = "plot") -> Html:
-    return tag("svg", body, viewBox=f"0 0 {frame.width} {frame.height}", class_=class_, role="img")
+def _svg(frame: Frame, body: Sequence[Html], class_: str = "plot", label: str | None = None) -> Html:
+    box = f"0 0 {frame.width} {frame.height}"
+    return tag("svg", body, viewBox=box, class_=class_, role="img", aria_label=label)
 
 
 def _thin(line: Line) -> Line:

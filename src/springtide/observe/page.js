@@ -1,5 +1,5 @@
 "use strict";
-// The pointer's figures on line charts: nearest step, value of every line. `data-chart` is written by charts.py.
+// The pointer's figures on line charts: nearest x, value of every line. `data-chart` is written by charts.py.
 (() => {
   const near = (xs, x) => {
     let best = 0;
@@ -24,7 +24,7 @@
     svg.append(cross);
     const tip = document.createElement("div");
     tip.className = "tip";
-    tip.append(`step ${step}`);
+    tip.append(`${data.name} ${step}`);
     for (const line of data.lines) {
       const value = line.y[near(line.x, step)];
       if (value === null || value === undefined) continue;

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from springtide.ledger import VisitRow
-from springtide.observe import capability, charts, transcripts
+from springtide.observe import capability, charts, ranks, spent, transcripts
 from springtide.observe.charts import Line, Mark
+from springtide.observe.eventlog import EventLog
 from springtide.observe.markup import Html, join, page, tag, wide_table
 from springtide.observe.pace import describe, summarise_pace
 from springtide.observe.plots import label_of, number, smooth, success_of, window, write_curve
@@ -27,16 +28,7 @@ from springtide.trace import Group, atomic_write
 
 _SHOWN = 4  # pairs of episodes a suite, before and after
 _START = "#98a3b1"  # the colour of what was before training
-_CAUSES = {  # seconds of the driver by cause, called as on the board, in the order in which they come within a step
-    "publish": ("publish", "#8a97ea"),
-    "checkpoint": ("checkpoint", "#b79ae0"),
-    "evaluate": ("evaluate", "#4aa3a0"),
-    "other": ("other", "#9aa5b1"),
-    "wait_groups": ("wait: groups", "#eeb73e"),
-    "wait_stale_group": ("wait: stale_group", "#dd7430"),
-    "train": ("train", "#4459c9"),
-}
-_BUSY, _IDLE = "#1f9d86", "#c5cdd6"
+_READ_S, _READ_ON_S = 60.0, 1.0  # for events, at most: of a page that is made once, and of one made again and again
 _STATUS = {
     "completed": "#4459c9",
     "turn_limit": "#eeb73e",
@@ -57,12 +49,17 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def render(run: RunView, *, live_s: float = 0.0, served: bool = False) -> str:
-    """The report as one HTML page. live_s: seconds between refreshes; served: link to pages that `view` serves."""
+def render(run: RunView, *, live_s: float = 0.0, served: bool = False, events: EventLog | None = None) -> str:
+    """The report as one HTML page.
+
+    live_s: seconds between refreshes; served: link to pages that `view` serves. events: where a page that is made again
+    and again reads on; else they are read from the beginning.
+    """
     sections = [
         ("result", "Result", _result(run)),
         ("curves", "Learning", _curves(run)),
-        ("time", "Where the time went", _time(run)),
+        ("time", "Where the time went", spent.section(run)),
+        ("ranks", "Ranks and groups", _ranks(run, events)),
         ("losses", "What was lost", _losses(run)),
         ("episodes", "Before and after", _episodes(run)),
         ("capability", "Capability", capability.section(run)),
@@ -248,68 +245,10 @@ def _curves(run: RunView) -> list[Any]:
     return [tag("div", main, style="margin-bottom:14px"), tag("div", small, class_="grid2")]
 
 
-def _time(run: RunView) -> list[Any]:
-    if not run.steps:
-        return [tag("p", "No step yet.", class_="lead")]
-    parts = [_seconds(r) for r in run.steps]
-    spans = _merged([(r, p) for r, p in zip(run.steps, parts, strict=True)])
-    trainer, engine = [], []
-    for text, start, end, seconds, busy in spans:
-        at = start
-        for cause, (name, color) in _CAUSES.items():
-            if seconds.get(cause, 0.0) > 0:
-                trainer.append((at, at + seconds[cause], color, 1.0, f"{text}: {name} {seconds[cause]:.2f} s"))
-                at += seconds[cause]
-        engine.append((start, end, _BUSY, busy, f"{text}: engine busy {busy:.0%} of {end - start:.2f} s"))
-    last = run.steps[-1]["t"]
-    totals: Counter[str] = Counter()
-    for p in parts:
-        totals.update(p)
-    wall = sum(totals.values()) or 1.0
-    busy = sum(r["engine"]["busy_share"] * r["step_s"] for r in run.steps) / max(
-        1e-9, sum(r["step_s"] for r in run.steps)
-    )
-    used = [(name, color, totals[c] / wall) for c, (name, color) in _CAUSES.items() if totals[c] > 0]
-    resumes = [
-        (next((r["t"] for r in reversed(run.steps) if r["step"] <= n["step"]), 0.0), f"resumed at step {n['step']}")
-        for n in run.records
-        if n["kind"] == "resume"
-    ]
-    legend = [(n, c) for n, c, _ in used] + [("engine busy", _BUSY)]
-    note = (
-        "Trainer: what the driver did for it or waited for, in the order within a step. Engine: the filled height is "
-        "the busy share of the step's time; the rest it had nothing to decode, or was paused."
-    )
-    return [
-        tag("h3", f"Trainer: {1 - sum(s for n, _, s in used if n.startswith('wait')):.0%} of the time not waiting"),
-        charts.share_bar([(n, s, c) for n, c, s in used]),
-        tag("h3", f"Engine: {busy:.0%} busy"),
-        charts.share_bar([("busy", busy, _BUSY), ("idle or paused", 1 - busy, _IDLE)]),
-        charts.timeline({"trainer": trainer, "engine": engine}, last, legend, resumes, note),
-        tag(
-            "div",
-            charts.stacked_bars(
-                "Seconds of a step, by cause", [r["step"] for r in run.steps], parts,
-                {c: color for c, (_, color) in _CAUSES.items()}, {c: name for c, (name, _) in _CAUSES.items()},
-                unit="s",
-            ),
-            _inside_training(run),
-            class_="grid2",
-        ),
-    ]  # fmt: skip
-
-
-def _inside_training(run: RunView) -> Html:
-    inside = [
-        {k.removesuffix("_s"): v for k, v in r["trainer"].get("seconds", {}).items() if k != "total_s"}
-        for r in run.steps
-    ]
-    names = sorted({k for row in inside for k in row}, key=lambda k: -sum(row.get(k, 0.0) for row in inside))
-    shades = ("#4459c9", "#7d8ce0", "#1f9d86", "#e0a43a", "#b79ae0", "#9aa5b1", "#d1495b", "#6b7a8f")
-    colors = {name: shades[i % len(shades)] for i, name in enumerate(names)}
-    return charts.stacked_bars(
-        "Inside the training step", [r["step"] for r in run.steps], inside, colors, {}, unit="s"
-    )  # fmt: skip
+def _ranks(run: RunView, events: EventLog | None) -> list[Any]:
+    log = events or EventLog(RunDirectory(run.path).events)
+    with log.read(_READ_ON_S if events else _READ_S) as timeline:
+        return ranks.section(timeline, unread=log.unread, skipped=log.skipped)
 
 
 def _losses(run: RunView) -> list[Any]:
@@ -459,35 +398,6 @@ def _audit(run: RunView) -> Html:
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
-
-
-def _seconds(record: dict[str, Any]) -> dict[str, float]:
-    """A step's seconds by cause; what no cause claims is the driver's own ("other")."""
-    seconds = {k: max(0.0, v) for k, v in record["seconds"].items()}
-    known = {k if k in _CAUSES else "other": 0.0 for k in seconds}
-    for cause, value in seconds.items():
-        known[cause if cause in _CAUSES else "other"] += value
-    known["other"] = known.get("other", 0.0) + max(0.0, record["step_s"] - sum(seconds.values()))
-    return known
-
-
-def _merged(
-    rows: list[tuple[dict[str, Any], dict[str, float]]], most: int = 240
-) -> list[tuple[str, float, float, Counter[str], float]]:
-    """(text, start_s, end_s, seconds by cause, engine's busy share), neighbours merged to at most `most` blocks."""
-    size = math.ceil(len(rows) / most)
-    out = []
-    for i in range(0, len(rows), size):
-        part = rows[i : i + size]
-        first, last = part[0][0], part[-1][0]
-        seconds: Counter[str] = Counter()
-        for _, causes in part:
-            seconds.update(causes)
-        length = sum(r["step_s"] for r, _ in part)
-        busy = sum(r["engine"]["busy_share"] * r["step_s"] for r, _ in part) / max(1e-9, length)
-        text = f"step {first['step']}" + (f" to {last['step']}" if size > 1 else "")
-        out.append((text, first["t"] - first["step_s"], last["t"], seconds, busy))
-    return out
 
 
 def _mark(

@@ -1,8 +1,9 @@
 """The pages of a run over HTTP on this machine: the report, and every episode that was kept.
 
 Owns: one listening socket on 127.0.0.1. Invariants: it reads the run directory and nothing else (a page's file must be
-one of the names listed in `trajectories/`, so no path is ever built from a request); every page is made afresh; a
-damaged file is a page that says so. The driver serves nothing and does not know of this.
+one of the names listed in `trajectories/`, so no path is ever built from a request); every page is made afresh, but
+events are read once, as they come; a damaged file is a page that says so. The driver serves nothing and does not know
+of this.
 Called by: `springtide view`.
 """
 
@@ -21,9 +22,11 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 from springtide.config import ConfigError
 from springtide.ledger import VisitRow
 from springtide.observe import transcripts
+from springtide.observe.eventlog import EventLog
 from springtide.observe.markup import Html, join, page, tag
 from springtide.observe.report import render
 from springtide.observe.runview import RunView
+from springtide.rundir import RunDirectory
 from springtide.trace import atomic_write
 
 LIVE_S = 4.0  # seconds between refreshes: a step of the quickstart takes about as long
@@ -37,6 +40,7 @@ class Viewer(ThreadingHTTPServer):
 
     def __init__(self, run: Path, port: int, live_s: float = 0.0) -> None:
         self.run, self.live_s = run, live_s
+        self.events = EventLog(RunDirectory(run).events)
         super().__init__(("127.0.0.1", port), _Handler)
 
     @property
@@ -76,7 +80,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(HTTPStatus.BAD_REQUEST, _message(f"That is no address: {error}."))
         try:
             if url.path == "/":
-                body = render(RunView.open(self.server.run), live_s=self.server.live_s, served=True)
+                body = render(
+                    RunView.open(self.server.run), live_s=self.server.live_s, served=True, events=self.server.events
+                )
             elif url.path == "/groups":
                 body = _list(self.server.run, parse_qs(url.query), self.server.live_s)
             elif url.path.startswith("/groups/"):

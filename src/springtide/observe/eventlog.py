@@ -1,0 +1,82 @@
+"""`events.jsonl` of a run as its pages read it: on from where they stopped, as far as the time they have lets.
+
+Owns: the place in the file. Invariants: a byte is read once; a line that is still being written is left for later; what
+is no event, torn or another's, is counted and left out; a file that was begun anew is read anew.
+Called by: `observe.{report,view}`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from springtide.observe.timeline import Timeline
+from springtide.schedule.events import SwitchRole, event_from_json
+
+_CHUNK = 1 << 18  # bytes at once: some thousand lines, a few hundredths of a second
+_HEAD = b'{"kind": "'
+# Actions, of which the state hears nothing: what came of them is an event.
+_WISHES = frozenset({b"Admit", b"Route", b"Pause", b"Resume", b"Abort", b"ChoosePipeline", b"SetFetch", b"Sync"})
+
+
+class EventLog:
+    """Follows one file. unread: the share of its bytes that the last read left; skipped: lines that are no event."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._file = 0  # its inode
+        self._begin()
+
+    def _begin(self) -> None:
+        self.timeline, self._at = Timeline(), 0
+        self.skipped, self.unread = 0, 0.0
+
+    @contextlib.contextmanager
+    def read(self, budget_s: float = math.inf) -> Iterator[Timeline]:
+        """Read on for at most about `budget_s`, and hold the timeline still for the block."""
+        with self._lock:
+            with contextlib.suppress(OSError):  # no file yet, or no longer
+                self._read(time.monotonic() + budget_s)
+            yield self.timeline.settle()
+
+    def _read(self, until: float) -> None:
+        with open(self._path, "rb") as file:
+            stat = os.fstat(file.fileno())
+            if stat.st_ino != self._file or stat.st_size < self._at:
+                self._file = stat.st_ino
+                self._begin()
+            file.seek(self._at)
+            while chunk := file.read(_CHUNK):
+                whole = chunk.rfind(b"\n") + 1
+                if not whole and len(chunk) < _CHUNK:
+                    break
+                for line in chunk[:whole].split(b"\n"):
+                    self._line(line)
+                self._at += whole or len(chunk)  # a line without an end within a chunk is none of ours
+                file.seek(self._at)
+                if time.monotonic() > until:
+                    break
+            self.unread = max(0.0, 1 - self._at / stat.st_size) if stat.st_size else 0.0
+
+    def _line(self, line: bytes) -> None:
+        if line.startswith(_HEAD) and line[len(_HEAD) : line.find(b'"', len(_HEAD))] in _WISHES:
+            return
+        if not line.strip():
+            return
+        event: Any = None
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            data = json.loads(line.decode())
+            event = (
+                SwitchRole(str(data["rank"]), data["role"]) if data["kind"] == "SwitchRole" else event_from_json(data)
+            )
+        if event is None:
+            self.skipped += 1
+        else:
+            self.timeline.feed(event)
