@@ -13,17 +13,45 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from springtide.observe.timeline import Timeline
-from springtide.schedule.events import SwitchRole, event_from_json
+from springtide.schedule.events import Event, SwitchRole, event_from_json
 
 _CHUNK = 1 << 18  # bytes at once: some thousand lines, a few hundredths of a second
 _HEAD = b'{"kind": "'
 # Actions, of which the state hears nothing: what came of them is an event.
 _WISHES = frozenset({b"Admit", b"Route", b"Pause", b"Resume", b"Abort", b"ChoosePipeline", b"SetFetch", b"Sync"})
+_LARGE = 1 << 53  # no count is as large
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and -_LARGE < value < _LARGE
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, float) or _whole(value)
+
+
+_RIGHT: dict[
+    str, Callable[[Any], bool]
+] = {  # whether a value is of the type that a field of an event is annotated with
+    "float": _number,
+    "int": _whole,
+    "bool": lambda value: isinstance(value, bool),
+    "str": lambda value: isinstance(value, str),
+    "Role": lambda value: value in ("rollout", "reference", "trainer"),
+    "tuple[int, ...]": lambda value: isinstance(value, tuple) and all(map(_whole, value)),
+    "dict[str, float]": lambda value: isinstance(value, dict) and all(map(_number, value.values())),
+    "dict[str, int]": lambda value: isinstance(value, dict) and all(map(_whole, value.values())),
+}
+_FIELDS = {
+    kind: [(field.name, _RIGHT.get(str(field.type), _RIGHT["str"])) for field in fields(kind)]
+    for kind in (*Event.__args__, SwitchRole)
+}
 
 
 class EventLog:
@@ -73,10 +101,8 @@ class EventLog:
         event: Any = None
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             data = json.loads(line.decode())
-            event = (
-                SwitchRole(str(data["rank"]), data["role"]) if data["kind"] == "SwitchRole" else event_from_json(data)
-            )
-        if event is None:
+            event = SwitchRole(data["rank"], data["role"]) if data["kind"] == "SwitchRole" else event_from_json(data)
+        if event is None or not all(right(getattr(event, name)) for name, right in _FIELDS[type(event)]):
             self.skipped += 1
         else:
             self.timeline.feed(event)

@@ -161,16 +161,14 @@ class Timeline:
         try:
             if type(event) is Admitted and event.suite not in state.mixture:
                 state.mixture[event.suite] = 0.0
-            if (type(event) is Admitted and not 0 < event.members < _MEMBERS) or (
-                type(event) is RankJoined and not isinstance(event.rank, str)
-            ):
-                raise InvalidEvent("no such group or rank can be")
+            if type(event) is Admitted and not 0 < event.members < _MEMBERS:
+                raise InvalidEvent(f"a group of {event.members} members")
             member = getattr(event, "member", None)
             episode = state.episode(event.visit, member) if member is not None else None
             self._left = episode.rank if episode is not None else None
             state.apply(event)
-        except (InvalidEvent, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            self.refused += 1  # InvalidEvent, or fields that are none: the record is another's, or damaged
+        except (InvalidEvent, ArithmeticError):  # the latter of a mixture without weights
+            self.refused += 1
 
     def settle(self) -> Timeline:
         """Count what goes on until now; itself."""
@@ -394,13 +392,15 @@ def draw(events: Iterable[Any], path: Path) -> None:
         handles=[Patch(color=c, label=n) for n, (c, _) in DOES.items() if n in used], ncol=4, fontsize=7,
         frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0),
     )  # fmt: skip
-    total = {"in use, all ranks": timeline.total(timeline.kv)}
+    budgets = {
+        name: array("d", (s * timeline.budgets[name] for s in seconds)) for name, seconds in timeline.playing.items()
+    }
+    total = {"in use": timeline.total(timeline.kv), "budgets of the ranks that play": timeline.total(budgets)}
     for axis, curves, title in ((kv, total, "tokens of KV"), (groups, timeline.groups, "groups")):
         for i, (curve, values) in enumerate(curves.items()):
             axis.plot(starts, timeline.mean(values, timeline.seen), color=PALETTE[i], lw=1, label=curve)
         axis.set_ylabel(title, fontsize=7)
         axis.legend(fontsize=7, frameon=False)
-    kv.axhline(sum(timeline.budgets[name] for name in timeline.kv), color=PALETTE[5], lw=0.8, ls="--")
     groups.set_xlabel("seconds", fontsize=8)
     staleness = timeline.staleness
     steps = range(max(staleness, default=0) + 1)
