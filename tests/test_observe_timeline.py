@@ -292,6 +292,12 @@ def test_a_state_is_told_in_words_and_by_pattern_as_well_as_by_colour() -> None:
     assert len(set(angles)) == len(angles) == sum(not busy for _, busy in DOES.values())
 
 
+def test_every_state_is_defined_in_the_docs() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text().partition("## What ranks did")[2]
+    named = [name for row in text.split("\n") if row.startswith("| ") for name in row.split("|")[1].strip().split(", ")]
+    assert set(DOES) <= set(named)
+
+
 def test_the_page_stays_small_however_many_ranks_and_events_there_are() -> None:
     rng = random.Random(0)
     events: list[Any] = [Began(0.0, 0, {"a": 1.0}, {})]
