@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import springtide
 from springtide.cli.main import app
-from springtide.config import Algorithm, ConfigError, Lora
+from springtide.config import Algorithm, ConfigError
 from springtide.models.presets import ModelNotFound
 from springtide.trainer.checkpoint import CheckpointError
 from springtide.trainer.data import load_step, read_logprobs
@@ -27,6 +27,7 @@ from springtide.trainer.lora import LoraLinear
 from springtide.trainer.model import ModelError, Policy, load_policy
 from springtide.trainer.rank import Rank
 from springtide.trainer.step import Shape, accumulate_policy
+from springtide.training import Lora
 from trainer_parts import config, tiny_model, write_groups
 
 SHAPES = [[[(30, 12)], [(24, 9)], [(40, 20)]], [[(16, 5)], [(33, 15)], [(20, 8)]]]

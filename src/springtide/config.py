@@ -18,8 +18,9 @@ import tomli_w
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from springtide.sampling import SamplingTable
-from springtide.tables import Decay, LearningRate, Natural, Positive, Processes, Seconds, Share, Table
+from springtide.tables import Natural, Positive, Processes, Seconds, Share, Table
 from springtide.trace import REWARD_LIMIT
+from springtide.training import Reference, Trainer
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 100.0  # logits are divided by it, in float32
 
@@ -257,61 +258,6 @@ class Algorithm(Table):
     )
 
 
-class ColdStart(Table):
-    steps: Natural = Field(0, description="supervised steps on gold before RL; 0 for none")
-    tasks: Positive = Field(256, description="gold tasks a suite")
-    batch: Positive = Field(32, description="trajectories a step")
-    lr: LearningRate = Field(1e-3, description="learning rate of the cold start")
-
-
-class Lora(Table):
-    rank: Natural = Field(0, description="of the trained update of each frozen layer; 0: all weights are trained")
-    alpha: float = Field(32.0, gt=0, le=1e6, description="the update is scaled by alpha / rank")
-    targets: tuple[str, ...] = Field(
-        ("all",),
-        min_length=1,
-        description="its layers, as q_proj or mlp.up_proj; all: every linear one but the head",
-    )
-
-
-class Trainer(Table):
-    groups: Positive = Field(24, description="groups an optimiser step consumes")
-    micro_tokens: Positive = Field(8192, description="padded tokens in one forward pass")
-    optimizer: Literal["adamw", "muon"] = Field(
-        "adamw", description="AdamW, or Muon for hidden matrices with AdamW for the rest"
-    )
-    lr: LearningRate = Field(4e-4, description="learning rate")
-    warmup: Natural = Field(0, description="steps of linear warm-up")
-    lr_decay: Share = Field(0.0, description="the last share of the run, in which the rate falls linearly to 0")
-    weight_decay: float = Field(0.0, ge=0, le=100, description="decoupled from the gradient; matrices only")
-    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="AdamW's decay rates, each below 1")
-    grad_clip: float = Field(1.0, gt=0, le=1e9, description="largest norm of a step's gradient")
-    logit_chunk: Positive = Field(4096, description="action tokens whose logits exist at once")
-    checkpoint_every: Positive = Field(20, description="steps between checkpoints")
-    checkpoint_keep: Positive = Field(2, description="newest checkpoints kept")
-    device: str = Field("cpu", description="the torch device of the trainer")
-    ranks: Processes = Field(1, description="trainer processes, which share a step's segments (docs/fsdp.md)")
-    sharding: Literal["replicate", "fsdp"] = Field(
-        "replicate", description="each rank holds all weights, gradients and moments, or its rows of them (FSDP2)"
-    )
-    param_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="what the weights are cast to for a pass; they stay float32. bfloat16: fsdp only"
-    )
-    reduce_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="in which the ranks sum gradients. bfloat16: fsdp only"
-    )
-    lend: bool = Field(False, description="the trainer's ranks may host an engine while they wait for data")
-    activation_checkpointing: bool = Field(
-        False, description="keep each layer's input only, and compute its activations again in the backward pass"
-    )
-    cold_start: ColdStart = ColdStart()
-    lora: Lora = Lora()
-
-
-class Reference(Table):
-    path: str | None = Field(None, description="weights of the KL reference; default: the run's start")
-
-
 class Weights(Table):
     update_at: Literal["turn", "episode"] = Field(
         "turn", description="when an episode takes new weights: at its next turn, or only at its start"
@@ -435,6 +381,14 @@ class Config(Table):
                 trainer.sharding == "fsdp" or getattr(trainer, name) == "float32",
                 f'trainer.{name}: bfloat16 needs trainer.sharding = "fsdp" (trainer.ranks = 1 will do)',
             )
+        need(
+            self.reference.pipeline == "auto" or algorithm.kl_coef > 0,
+            "reference.pipeline: there is no reference without algorithm.kl_coef",
+        )
+        need(
+            self.reference.pipeline == "auto" or not self._adapter_is_reference,
+            "reference.pipeline: an adapter is its own reference, turned off; give reference.path, or leave it auto",
+        )
         lends = self.schedule.policy in ("hybrid_ranks", "springtide")
         need(not trainer.lend or lends, f"trainer.lend: schedule.policy {self.schedule.policy} lends no rank")
         need(
@@ -450,6 +404,16 @@ class Config(Table):
             "schedule.policy: synchronous is bit-reproducible, so it needs runtime.rollout_workers = 1",
         )
         return self
+
+    @property
+    def _adapter_is_reference(self) -> bool:
+        return self.trainer.lora.rank > 0 and self.reference.path is None
+
+    @property
+    def reference_apart(self) -> bool:
+        """Whether the KL reference is a rank of its own."""
+        apart = self.reference.pipeline in ("auto", "streaming") and not self._adapter_is_reference
+        return self.algorithm.kl_coef > 0 and apart
 
     @property
     def stale_apart(self) -> bool:

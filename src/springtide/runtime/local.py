@@ -249,7 +249,14 @@ async def open_runtime(
             )
             for name in seated("worker")
         ]
+        # A frozen rank is empty until the driver lets it assume its role: which weights the run's start are is known
+        # after a cold start, and the proximal policy pulls each step's.
+        frozen = {
+            "reference": resolve_model(config.reference.path) if config.reference.path else run / "start",
+            "proximal": model_dir,
+        }
         init: dict[str, Any] = {"config": tree, "model": str(model_dir), "store": str(weights)}
+        init["reference"] = str(frozen["reference"])
         init["checkpoint"] = str(checkpoint) if checkpoint else None
         size, fsdp = config.trainer.ranks, config.trainer.sharding == "fsdp"
         world = {"size": size, "meet": f"file://{sockets}/meet", "loopback": places.weights is None}
@@ -264,13 +271,6 @@ async def open_runtime(
                 for i, name in enumerate(seated("trainer"))
             ]
         )
-        # These are empty until the driver lets them assume the reference's role: which weights the run's start are is
-        # known after a cold start, and the proximal policy pulls each step's. A reference beside an adapter is in the
-        # trainer itself.
-        frozen = {
-            "reference": resolve_model(config.reference.path) if config.reference.path else run / "start",
-            "proximal": model_dir,
-        }
         idle = {
             name: rank(
                 name,
@@ -311,9 +311,9 @@ async def open_runtime(
 
 def _seats(config: Config) -> dict[str, str]:
     """Every process of a run by name: its rank's role, or `worker`, or `env`."""
-    size, own_reference = config.trainer.ranks, config.trainer.lora.rank > 0 and config.reference.path is None
+    size = config.trainer.ranks
     seats = {f"trainer-{i}" if size > 1 else "trainer": "trainer" for i in range(size)}
-    if config.algorithm.kl_coef > 0 and not own_reference:
+    if config.reference_apart:
         seats["reference"] = "reference"
     if config.algorithm.old_logprobs == "recompute":
         seats["proximal"] = "reference"

@@ -94,10 +94,7 @@ class Collective:
 
     def own_part(self, data: StepData) -> StepData:
         """The segments of a step that are this rank's; its counts stay those of the whole step."""
-        if self.size == 1:
-            return data
-        chosen = sorted(balance([r.ids for r in data.sequences], self.size)[self.rank])
-        return replace(data, sequences=tuple(data.sequences[i] for i in chosen))
+        return part_of(data, self.rank, self.size)
 
     def in_order(self, data: StepData, own: StepData, values: Sequence[Any]) -> list[Any]:
         """One value a segment of the whole step, from what every rank has for its own part."""
@@ -107,6 +104,14 @@ class Collective:
             key: value for part in self.exchange(list(zip(_keys(own), values, strict=True))) for key, value in part
         }
         return [known[key] for key in _keys(data)]
+
+
+def part_of(data: StepData, rank: int, size: int) -> StepData:
+    """The segments of a step that trainer rank `rank` of `size` works on; the counts stay those of the whole step."""
+    if size == 1:
+        return data
+    chosen = sorted(balance([r.ids for r in data.sequences], size)[rank])
+    return replace(data, sequences=tuple(data.sequences[i] for i in chosen))
 
 
 def _keys(data: StepData) -> list[tuple[str, int, int, int]]:

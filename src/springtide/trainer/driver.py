@@ -32,7 +32,6 @@ from springtide.rollout.feeder import OF_EPISODES, BrokenRun, Feeder, Versions
 from springtide.rollout.pool import play_once
 from springtide.rundir import RunDirectory
 from springtide.runtime.local import Runtime
-from springtide.runtime.ranks import Rank
 from springtide.schedule.events import (
     Began,
     Evaluation,
@@ -51,10 +50,10 @@ from springtide.schedule.registry import make_policy
 from springtide.trace import TaskRef, atomic_write, make_version
 from springtide.trainer.checkpoint import NotFinite
 from springtide.trainer.clock import WAITS, Clock
+from springtide.trainer.frozen import STEP_S, Frozen
 from springtide.trainer.roles import Roles
 from springtide.wire import ConnectionLost, RemoteError
 
-_STEP_S = 3600.0  # deadline of one optimiser step, a publication, a checkpoint
 _EVAL_EPISODES = 256  # evaluation episodes at once
 _SLACK_S = 60.0  # beyond a group's deadline, until a wait without any event counts as stuck
 _LOOK_S = 1.0  # at the clock, while no event comes
@@ -122,6 +121,7 @@ class Driver:
             note=lambda text: metrics.note(self.step, text),
             switch=lambda action: self._roles.ask(action),
         )
+        self._frozen = Frozen(config, runtime, directory)
         self._roles = Roles(config, runtime, self._state, self._feeder.apply)
         now = time.time()
         self._feeder.apply(Began(now, self.step, self._state.mixture, dict(self._state.consumed)), Held(now, True))
@@ -175,7 +175,7 @@ class Driver:
             async with task_group() as watching:
                 watcher = watching.create_task(self._tell_cold_start(cold.steps))
                 told = await self._runtime.trainer.call(
-                    "cold_start", deadline_s=_STEP_S, paths=tuple(sorted(paths)), **options
+                    "cold_start", deadline_s=STEP_S, paths=tuple(sorted(paths)), **options
                 )
                 watcher.cancel()
         if refused := told["refused_steps"]:
@@ -258,7 +258,14 @@ class Driver:
         self._stepping = True
         summaries = [self._feeder.summaries.pop(visit) for visit in visits]
         with self._clock.measure("train"):
-            penalties = await self._reward_penalties(visits, summaries)
+            penalties = await self._frozen.penalties(
+                tuple(
+                    {"path": self._group_file(visit), "member": member}
+                    for visit, s in zip(visits, summaries, strict=True)
+                    for member, *_, loss_tokens in s["members"]
+                    if loss_tokens > 0
+                )
+            )
         groups = [
             GroupRewards(
                 s["task"],
@@ -283,13 +290,11 @@ class Driver:
             for member, value in sorted(result.values.items())
         )
         with self._clock.measure("train"):
-            files = await self._frozen_logprobs(items)
             trainer = self.config.trainer
             left = (1 - self.progress) / trainer.lr_decay if trainer.lr_decay else 1.0
             lr = trainer.lr * min(1.0, left)
-            learned = await self._runtime.trainer.call(
-                "train", deadline_s=_STEP_S, items=items, version=self._versions.current, lr=lr, **files
-            )
+            learned, costs = await self._frozen.train(items, self._versions.current, lr, self.step + 1)
+        self._feeder.apply(*costs)
         if penalties:
             learned["kl_penalty"] = fmean(penalties.values())
         self.step += 1
@@ -314,6 +319,10 @@ class Driver:
                 "trainer.ratio_max in metrics.jsonl show where it began)"
             )
 
+    async def open_frozen(self) -> None:
+        """Give the frozen policies their weights."""
+        await self._frozen.open()
+
     async def publish(self) -> None:
         """Publish the trainer's weights under this step's version, and wait until every engine verified them."""
         if self.config.engine.slots == 1:
@@ -325,7 +334,7 @@ class Driver:
                 await self._feeder.synced()
                 await self._roles.settled()
             with _written(f"cannot publish weights to {self._runtime.weights}"):
-                await self._runtime.trainer.call("publish", deadline_s=_STEP_S, version=version)
+                await self._runtime.trainer.call("publish", deadline_s=STEP_S, version=version)
             refresh = self.config.rollout.stale_probability > 0 and (
                 self._stale_step < 0 or self.step - self._stale_step >= self.config.rollout.stale_refresh
             )
@@ -351,7 +360,7 @@ class Driver:
         with self._clock.measure("checkpoint"):
             self._ledger.sync()
             with _written(f"cannot write checkpoint {path}"):
-                await self._runtime.trainer.call("save", deadline_s=_STEP_S, path=str(path), extra=extra)
+                await self._runtime.trainer.call("save", deadline_s=STEP_S, path=str(path), extra=extra)
         self._saved_step = self.step
         await self._runtime.trainer.call(
             "forget",
@@ -478,50 +487,8 @@ class Driver:
         learned["loss_tokens"] = 0
         self.metrics.note(self.step, f"step {self.step} was refused, its {_refusal(learned)} is not finite")
 
-    async def _reward_penalties(
-        self, visits: tuple[int, ...], summaries: list[dict[str, Any]]
-    ) -> dict[tuple[int, int], float]:
-        """(visit, member) -> kl_coef times the episode's KL to the reference, where the reward pays for it."""
-        algorithm, reference = self.config.algorithm, self._runtime.reference
-        if reference is None or algorithm.kl_in == "loss":
-            return {}
-        items = tuple(
-            {"path": self._group_file(visit), "member": member}
-            for visit, s in zip(visits, summaries, strict=True)
-            for member, _, _, _, loss_tokens in s["members"]
-            if loss_tokens > 0
-        )
-        reply = await reference.call_again("kl", deadline_s=_STEP_S, items=items)
-        return {(visit, member): algorithm.kl_coef * kl for visit, member, kl in reply["kl"]}
-
     def _group_file(self, visit: int) -> str:
         return str(self.directory.trajectories / f"{visit:08d}.msgpack")
-
-    async def _frozen_logprobs(self, items: tuple[dict[str, Any], ...]) -> dict[str, str]:
-        """The files of log-probs that the step's loss needs, each written by a rank of its own."""
-        files: dict[str, str] = {}
-        async with task_group() as tasks:  # one that fails ends the other's call
-            reference = self._runtime.reference if self.config.algorithm.kl_in == "loss" else None
-            whose: tuple[tuple[str, Any, dict[str, Any]], ...] = (
-                ("ref_logprobs", reference, {"reference": True}),
-                ("old_logprobs", self._runtime.proximal, {"version": self._versions.current}),
-            )
-            for key, rank, weights in whose:
-                if rank is not None:
-                    out = files[key] = str(self.directory.path / f"{key}.msgpack")
-                    tasks.create_task(rank.call_again("logprobs", deadline_s=_STEP_S, items=items, out=out, **weights))
-        return files
-
-    async def open_frozen(self) -> None:
-        """Give the reference the weights of the run's start, and the proximal policy a model to pull into."""
-        start, reference = self.directory.path / "start", self._runtime.reference
-        if reference is self._runtime.trainer:
-            reference = None  # it has them
-        if reference is not None and not start.exists() and self.config.reference.path is None:
-            await self._runtime.trainer.call("export", deadline_s=_STEP_S, path=str(start))
-        for rank in (reference, self._runtime.proximal):
-            if isinstance(rank, Rank):
-                await rank.assume("reference", None, deadline_s=self.config.runtime.start_s)
 
     async def _tell_cold_start(self, steps: int) -> None:
         """Tell the display how far the trainer's cold start is, until cancelled."""

@@ -26,10 +26,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from springtide.config import Lora
 from springtide.trainer.checkpoint import ADAPTER, ADAPTER_CONFIG, CheckpointError
 from springtide.trainer.collective import Collective
 from springtide.trainer.shards import fill, like, local, write_tensors
+from springtide.training import Lora
 from springtide.weights.files import whole
 from springtide.weights.store import TensorPrint
 

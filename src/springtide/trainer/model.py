@@ -20,11 +20,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from springtide.config import Lora
 from springtide.trainer.attention import ATTENTION
 from springtide.trainer.data import Row
 from springtide.trainer.lora import Adapter
 from springtide.trainer.packing import MicroBatch, collate
+from springtide.training import Lora
 
 
 class ModelError(Exception):

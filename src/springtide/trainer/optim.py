@@ -17,11 +17,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from springtide.config import Trainer
 from springtide.trainer.collective import Collective
 from springtide.trainer.model import Policy
 from springtide.trainer.muon import Muon
 from springtide.trainer.shards import TensorFile, local
+from springtide.training import Trainer
 
 _MOMENTS = {"AdamW": ("step", "exp_avg", "exp_avg_sq"), "Muon": ("momentum",)}
 

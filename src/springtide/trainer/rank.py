@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import shutil
 import time
@@ -32,11 +33,12 @@ from springtide.pace import Pace
 from springtide.trace import version_step
 from springtide.trainer import checkpoint as files
 from springtide.trainer.checkpoint import CheckpointError
-from springtide.trainer.collective import Collective
+from springtide.trainer.collective import Collective, part_of
 from springtide.trainer.data import DataError, StepData, load_step, write_logprobs
 from springtide.trainer.lora import read_adapter
 from springtide.trainer.model import Policy, load_policy
 from springtide.trainer.optim import Optimizer, StepResult
+from springtide.trainer.parts import Field, Loaded, Parts, Span, part_file
 from springtide.trainer.shards import TensorFile, local, recompute_activations, shard, write_tensors
 from springtide.trainer.step import (
     Shape,
@@ -45,6 +47,7 @@ from springtide.trainer.step import (
     accumulate_supervised,
     compute_logprobs,
     merge,
+    stream_logprobs,
     timed,
 )
 from springtide.weights.files import whole
@@ -103,6 +106,7 @@ class Rank:
         self._store: WeightStore | None = None
         self._world = Collective()
         self._pace: Pace | None = None
+        self._frozen = Loaded(Path())
         self.version = -1
         self.refused = 0
 
@@ -118,17 +122,19 @@ class Rank:
         store: str | None = None,
         role: Literal["trainer", "reference"] = "trainer",
         world: dict[str, Any] | None = None,
+        reference: str = "",
     ) -> dict[str, Any]:
         """Load the policy: from `checkpoint` if given, else from `model` (a Hugging Face directory).
 
         config: the resolved tree (`Config.model_dump(mode="json")`). store: directory of the weight store. A reference
         has no optimiser and no adapter; a trainer with one takes it from `checkpoint` and all else from `model`.
         world: `{rank, size, meet, ...}` (see `Collective.join`) for one of several trainer ranks, of which each gets
-        every call with the same payload.
+        every call with the same payload. reference: a directory that will hold the KL reference, for a trainer that
+        computes it itself.
         Returns `{parameters, vocab_size, steps, version, extra}`: trained parameters; extra is what `save` was given,
         None without a checkpoint. Raises: ModelError, CheckpointError, ConfigError.
         """
-        self._config = make_config(config)
+        self._config, self._frozen = make_config(config), Loaded(Path(reference))
         self._store = WeightStore(Path(store)) if store else None
         device = self._config.trainer.device
         trainer, sharded = self._config.trainer, role == "trainer" and self._config.trainer.sharding == "fsdp"
@@ -178,26 +184,33 @@ class Rank:
         ref_logprobs: str | None = None,
         old_logprobs: str | None = None,
         lr: float | None = None,
+        streamed: bool = False,
     ) -> dict[str, Any]:
         """One optimiser step of the configured policy loss, at rate `lr` instead of the configured one if given.
 
         items: `{path, member, advantage}`, path of a group file. version: the tag of the present weights. ref_logprobs,
         old_logprobs: files of a reference rank's `logprobs` for the same items, where kl_coef > 0 or old_logprobs =
-        recompute ask for them. Returns the step's figures (see `_figures`). Raises: DataError, ValueError.
+        recompute ask for them; streamed: directories instead, into which it writes parts meanwhile. Returns the step's
+        figures (see `_figures`), and `spans` of a streamed one. Raises: DataError, ValueError.
         """
         policy, optimizer, config = self._trainer()
         started = time.perf_counter()
+        named: dict[Field, str | None] = {"reference": ref_logprobs, "old": old_logprobs}
+        given: dict[Field, Path] = {name: Path(path) for name, path in named.items() if path}
+        whole_files = {} if streamed else given
         data = load_step(
             items,
             config.algorithm.aggregation,
-            old_logprobs=Path(old_logprobs) if old_logprobs else None,
-            reference_logprobs=Path(ref_logprobs) if ref_logprobs else None,
+            old_logprobs=whole_files.get("old"),
+            reference_logprobs=whole_files.get("reference"),
         )
         _need_tokens(data)
         loaded = time.perf_counter()
-        own = self._world.own_part(data)
-        sums = accumulate_policy(policy, own, config.algorithm, self._shape(config.rollout.temperature), version)
-        return self._finish(optimizer, data, sums, started, loaded, lr)
+        own, shape = self._world.own_part(data), self._shape(config.rollout.temperature)
+        parts = Parts(given, self._world.rank, config.trainer.inflight) if streamed and given else None
+        sums = accumulate_policy(policy, own, config.algorithm, shape, version, parts)
+        learned = self._finish(optimizer, data, sums, started, loaded, lr)
+        return learned if parts is None else learned | {"spans": tuple(parts.spans)}
 
     def supervised(self, paths: tuple[str, ...], lr: float | None = None) -> dict[str, Any]:
         """One optimiser step on the action tokens of every trajectory in these group files (gold), at temperature 1.
@@ -241,29 +254,64 @@ class Rank:
         }
 
     def logprobs(
-        self, items: tuple[dict[str, Any], ...], out: str, version: int | None = None, reference: bool = False
+        self,
+        items: tuple[dict[str, Any], ...],
+        out: str,
+        version: int | None = None,
+        reference: bool = False,
+        streamed: bool = False,
     ) -> dict[str, Any]:
         """Write the log-probs of the items' action tokens to the file `out`, under the present weights.
 
         items: `{path, member}`. version: pull these weights first, if they are not the present ones. reference: by the
-        KL reference instead, which a trainer with an adapter has in itself (see `_reference`). Temperature: the
-        rollout's. Returns `{loss_tokens, tokens, seconds, version}`.
+        KL reference instead, which some trainers have or load (see `_reference`). streamed: by micro-batch into the
+        directory `out`, as the trainer's ranks will ask for them. Temperature: the rollout's.
+        Returns `{loss_tokens, tokens, seconds, swap_s, version, spans}`.
         """
         policy, config = self._ready()
         started = time.perf_counter()
         if version is not None and version != self.version:
             self.pull(version)
         data = load_step(items, config.algorithm.aggregation)
-        with self._reference() if reference else contextlib.nullcontext():
-            arrays = self._logprobs(policy, data, config.rollout.temperature)
-        if self._world.rank == 0:
-            write_logprobs(Path(out), self.version, data.sequences, arrays)
+        spans: list[Span] = []
+        swapped = self._frozen.swap_s
+        if streamed:
+            spans = self._stream(policy, data, Path(out))
+        else:
+            with self._reference() if reference else contextlib.nullcontext(policy) as judge:
+                arrays = self._logprobs(judge, data, config.rollout.temperature)
+            if self._world.rank == 0:
+                write_logprobs(Path(out), self.version, data.sequences, arrays)
         return {
             "loss_tokens": data.loss_tokens,
             "tokens": data.tokens,
             "seconds": time.perf_counter() - started,
+            "swap_s": self._frozen.swap_s - swapped,
             "version": self.version,
+            "spans": tuple(spans),
         }
+
+    def _stream(self, policy: Policy, data: StepData, out: Path) -> list[Span]:
+        """Every trainer rank's first micro-batch, then every rank's second, ...; each a file of its own."""
+        assert self._config is not None
+        trainer, spans = self._config.trainer, list[Span]()
+        shape = self._shape(self._config.rollout.temperature)
+        lockstep = trainer.sharding == "fsdp"
+        ranks = [
+            stream_logprobs(policy, part_of(data, rank, trainer.ranks), shape, lockstep=lockstep)
+            for rank in range(trainer.ranks)
+        ]
+        for number in itertools.count():
+            some = False
+            for rank, batches in enumerate(ranks):
+                begun = time.time()
+                if (made := next(batches, None)) is not None:
+                    write_logprobs(part_file(out, rank, number), self.version, *made)
+                    spans.append(("reference", rank, number, begun, time.time()))
+                    some = True
+            if not some:
+                break
+        return spans
 
     def kl(self, items: tuple[dict[str, Any], ...]) -> dict[str, Any]:
         """How far what sampled each trajectory stands from the KL reference, for a reward that pays for it.
@@ -271,10 +319,10 @@ class Rank:
         items: `{path, member}`. Returns `{kl}`: rows (visit, member, sum over its action tokens of the estimator
         `algorithm.kl_estimator` of KL(pi_rollout || reference), each within +-10 nats), and `kl_tokens`.
         """
-        policy, config = self._ready()
+        _, config = self._ready()
         data = load_step(items, config.algorithm.aggregation)
-        with self._reference():
-            arrays = self._logprobs(policy, data, config.rollout.temperature)
+        with self._reference() as judge:
+            arrays = self._logprobs(judge, data, config.rollout.temperature)
         totals: defaultdict[tuple[int, int], float] = defaultdict(float)
         for row, logprobs in zip(data.sequences, arrays, strict=True):
             terms = estimate(torch.from_numpy(logprobs), torch.from_numpy(row.rollout), config.algorithm.kl_estimator)
@@ -436,10 +484,18 @@ class Rank:
         """Those who write files of weights together."""
         return self._world if self._sharded else Collective()
 
-    def _reference(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the policy is the KL reference: a trainer's adapter as the run began, or what this rank holds."""
-        policy, _ = self._ready()
-        return policy.adapter.at_start() if policy.adapter else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _reference(self) -> Iterator[Policy]:
+        """The KL reference: a trainer's policy with its adapter as the run began; what a reference rank holds; or, for
+        a trainer that has neither, weights that it loads."""
+        policy, config = self._ready()
+        with contextlib.ExitStack() as held:
+            if policy.adapter is not None and config.reference.path is None:
+                held.enter_context(policy.adapter.at_start())
+            elif self._optimizer is not None:
+                keep = config.reference.pipeline == "resident"
+                policy = held.enter_context(self._frozen.held(str(policy.device), keep=keep))
+            yield policy
 
     def _weights(self) -> WeightStore:
         if self._store is None:

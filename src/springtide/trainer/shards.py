@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from springtide.config import Trainer
 from springtide.trainer.collective import Collective
+from springtide.training import Trainer
 
 if TYPE_CHECKING:
     from springtide.trainer.model import Policy

@@ -10,7 +10,7 @@ Called by: the trainer and reference ranks, in their work thread.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -27,6 +27,9 @@ from springtide.trace import version_step
 from springtide.trainer.data import Row, StepData
 from springtide.trainer.model import Policy
 from springtide.trainer.packing import MicroBatch, collate, plan
+from springtide.trainer.parts import Parts
+
+_Forward = tuple[int, list[Row], MicroBatch, Tensor, Tensor | None]
 
 
 @dataclass(slots=True)
@@ -82,19 +85,45 @@ class Shape:
             self.pace.micro_batch(kind, batch.ids.numel(), [len(row) for row in rows])
 
 
-def accumulate_policy(policy: Policy, data: StepData, algorithm: Algorithm, shape: Shape, version: int) -> Sums:
-    """Add the gradient sum of the policy loss over all sequences to `.grad`. version: the present weights' tag."""
+def accumulate_policy(
+    policy: Policy, data: StepData, algorithm: Algorithm, shape: Shape, version: int, parts: Parts | None = None
+) -> Sums:
+    """Add the gradient sum of the policy loss over all sequences to `.grad`. version: the present weights' tag.
+
+    parts: frozen log-probs that come by micro-batch; the forward passes of `parts.inflight` at most run ahead of them
+    (of one where the ranks wait for each other in every pass). Losses and backward passes keep one order.
+    """
     sums = Sums()
-    for number, (rows, batch) in enumerate(_micro_batches(policy, data, shape, sums)):
+    held: deque[_Forward] = deque()  # forward passes whose loss is to come
+    most = 1 if parts is None or policy.lockstep else parts.inflight
+
+    def settle() -> None:
+        number, rows, batch, logprobs, entropy = held.popleft()
+        if parts is not None:
+            rows = parts.fill(number, rows)
+        ended = parts.span("backward", number) if parts is not None else None
         with timed(sums, "forward_s"):
-            logprobs, entropy = policy.judge(
-                batch, shape.temperature, shape.logit_chunk, entropy=algorithm.entropy_coef > 0
-            )
             tokens = _tokens(logprobs, entropy, rows, batch, number, algorithm)
             result = policy_loss(tokens, algorithm)
-            shape.hold("forward", rows, batch)
         _backward(sums, result, shape, rows, batch)
         _measure(sums, tokens, rows, version)
+        if ended is not None:
+            ended()
+
+    for number, (rows, batch) in enumerate(_micro_batches(policy, data, shape, sums)):
+        ended = parts.span("forward", number) if parts is not None else None
+        with timed(sums, "forward_s"):
+            judged = policy.judge(batch, shape.temperature, shape.logit_chunk, entropy=algorithm.entropy_coef > 0)
+            shape.hold("forward", rows, batch)
+        if ended is not None:
+            ended()
+        held.append((number, rows, batch, *judged))
+        while held and (len(held) >= most or parts is None or parts.ready(held[0][0])):
+            settle()
+    while held:
+        settle()
+    if parts is not None:
+        sums.seconds["reference_wait_s"] += parts.waited_s
     return sums
 
 
@@ -114,17 +143,29 @@ def compute_logprobs(policy: Policy, data: StepData, shape: Shape) -> list[np.nd
     """Log-probs of every sequence's action tokens, float32 [A] each, in the order of `data.sequences`."""
     place = {row.key: i for i, row in enumerate(data.sequences)}
     out: list[np.ndarray] = [np.empty(0, np.float32)] * len(place)
-    with torch.no_grad():
-        for rows, batch in _micro_batches(policy, data, shape, Sums()):
-            values = policy.logprobs(batch, shape.temperature, shape.logit_chunk).cpu().numpy()
-            shape.hold("logprobs", rows, batch)
-            parts = np.split(values, np.cumsum([len(r.at) for r in rows])[:-1])
-            for row, part in zip(rows, parts, strict=True):
-                out[place[row.key]] = part
+    for rows, arrays in stream_logprobs(policy, data, shape):
+        for row, array in zip(rows, arrays, strict=True):
+            out[place[row.key]] = array
     return out
 
 
-def _micro_batches(policy: Policy, data: StepData, shape: Shape, sums: Sums) -> Iterator[tuple[list[Row], MicroBatch]]:
+def stream_logprobs(
+    policy: Policy, data: StepData, shape: Shape, *, lockstep: bool = False
+) -> Iterator[tuple[list[Row], list[np.ndarray]]]:
+    """Micro-batch by micro-batch, its rows and the log-probs of their action tokens, float32 [A] each.
+
+    lockstep: in the order of a trainer rank whose ranks wait for each other in every pass.
+    """
+    for rows, batch in _micro_batches(policy, data, shape, Sums(), lockstep=lockstep):
+        with torch.no_grad():
+            values = policy.logprobs(batch, shape.temperature, shape.logit_chunk).cpu().numpy()
+            shape.hold("logprobs", rows, batch)
+        yield rows, np.split(values, np.cumsum([len(r.at) for r in rows])[:-1])
+
+
+def _micro_batches(
+    policy: Policy, data: StepData, shape: Shape, sums: Sums, *, lockstep: bool = False
+) -> Iterator[tuple[list[Row], MicroBatch]]:
     if shape.pace is not None:
         shape.pace.begin()
     start = time.perf_counter()
@@ -132,8 +173,11 @@ def _micro_batches(policy: Policy, data: StepData, shape: Shape, sums: Sums) -> 
     if largest >= policy.vocab_size:
         raise ValueError(f"token id {largest} is outside the model's vocabulary of {policy.vocab_size}")
     batches = plan([r.ids for r in data.sequences], shape.micro_tokens)
-    if policy.lockstep:  # the ranks wait for each other in every pass: large ones beside large ones
-        batches.sort(key=lambda b: -sum(len(data.sequences[i]) for i in b))
+    sizes = [sum(len(data.sequences[i]) for i in b) for b in batches]
+    if policy.lockstep or lockstep:  # the ranks wait for each other in every pass: large ones beside large ones
+        batches = [batches[i] for i in sorted(range(len(batches)), key=lambda i: -sizes[i])]
+    elif batches:  # whoever waits for the last one waits least (tiderl_async 1.4)
+        batches.append(batches.pop(sizes.index(min(sizes))))
     sums.seconds["pack_s"] += time.perf_counter() - start
     idle = policy.rounds(len(batches)) - len(batches)
     for indices in batches:
