@@ -78,15 +78,16 @@ class Parts:
 class Loaded:
     """The KL reference in a trainer rank, whole on each. swap_s: spent on loading it and giving it up, so far."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self.swap_s = path, 0.0
+    def __init__(self, path: Path | None) -> None:
+        self.path, self.swap_s = path, 0.0
         self._kept: Policy | None = None
 
     @contextlib.contextmanager
     def held(self, device: str, *, keep: bool) -> Iterator[Policy]:
         """Its policy, in the block; keep: and from then on."""
+        assert self.path is not None
         begun = time.perf_counter()
-        policy = self._kept or load_policy(self._path, device)
+        policy = self._kept or load_policy(self.path, device)
         policy.model.requires_grad_(False)
         self._kept = policy if keep else None
         self.swap_s += time.perf_counter() - begun

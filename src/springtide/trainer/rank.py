@@ -106,7 +106,7 @@ class Rank:
         self._store: WeightStore | None = None
         self._world = Collective()
         self._pace: Pace | None = None
-        self._frozen = Loaded(Path())
+        self._frozen = Loaded(None)
         self.version = -1
         self.refused = 0
 
@@ -134,7 +134,7 @@ class Rank:
         Returns `{parameters, vocab_size, steps, version, extra}`: trained parameters; extra is what `save` was given,
         None without a checkpoint. Raises: ModelError, CheckpointError, ConfigError.
         """
-        self._config, self._frozen = make_config(config), Loaded(Path(reference))
+        self._config, self._frozen = make_config(config), Loaded(Path(reference) if reference else None)
         self._store = WeightStore(Path(store)) if store else None
         device = self._config.trainer.device
         trainer, sharded = self._config.trainer, role == "trainer" and self._config.trainer.sharding == "fsdp"
@@ -486,13 +486,13 @@ class Rank:
 
     @contextlib.contextmanager
     def _reference(self) -> Iterator[Policy]:
-        """The KL reference: a trainer's policy with its adapter as the run began; what a reference rank holds; or, for
-        a trainer that has neither, weights that it loads."""
+        """The KL reference: a trainer's policy with its adapter as the run began; weights that a trainer loads; or what
+        this rank holds."""
         policy, config = self._ready()
         with contextlib.ExitStack() as held:
             if policy.adapter is not None and config.reference.path is None:
                 held.enter_context(policy.adapter.at_start())
-            elif self._optimizer is not None:
+            elif self._optimizer is not None and self._frozen.path is not None:
                 keep = config.reference.pipeline == "resident"
                 policy = held.enter_context(self._frozen.held(str(policy.device), keep=keep))
             yield policy

@@ -149,6 +149,7 @@ def compute_logprobs(policy: Policy, data: StepData, shape: Shape) -> list[np.nd
     return out
 
 
+@torch.no_grad()  # of the whole loop: a rank's empty rounds have no backward pass either
 def stream_logprobs(
     policy: Policy, data: StepData, shape: Shape, *, lockstep: bool = False
 ) -> Iterator[tuple[list[Row], list[np.ndarray]]]:
@@ -157,9 +158,8 @@ def stream_logprobs(
     lockstep: in the order of a trainer rank whose ranks wait for each other in every pass.
     """
     for rows, batch in _micro_batches(policy, data, shape, Sums(), lockstep=lockstep):
-        with torch.no_grad():
-            values = policy.logprobs(batch, shape.temperature, shape.logit_chunk).cpu().numpy()
-            shape.hold("logprobs", rows, batch)
+        values = policy.logprobs(batch, shape.temperature, shape.logit_chunk).cpu().numpy()
+        shape.hold("logprobs", rows, batch)
         yield rows, np.split(values, np.cumsum([len(r.at) for r in rows])[:-1])
 
 
