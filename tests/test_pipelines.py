@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,13 @@ from tests.world_parts import Processes, processes
 
 import springtide
 from springtide.config import Config, ConfigError, make_config
+from springtide.runtime.ranks import Rank as RuntimeRank
 from springtide.trainer import parts as streaming
 from springtide.trainer.data import DataError
+from springtide.trainer.driver import Driver
+from springtide.trainer.loop import train
 from springtide.trainer.rank import Rank
+from springtide.trainer.start import open_run
 from trainer_parts import tiny_model, write_groups
 
 ALGORITHM = {"kl_coef": 0.1}
@@ -220,3 +227,34 @@ def test_a_smallest_micro_batch_comes_last(tmp_path: Path) -> None:
     last = max(number for _, _, number, *_ in told["spans"])
     rows = streaming.read_logprobs(streaming.part_file(tmp_path / "parts", 0, last))
     assert [key[2] for key in rows] == [1] and np.isfinite(next(iter(rows.values()))).all()
+
+
+def test_a_reference_rank_that_is_killed_in_mid_stream_is_replaced_and_the_step_is_trained(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    config = run_config(
+        tiny_model, tmp_path, "killed", run={"steps": 3}, algorithm={**ALGORITHM, "equal_rewards": "keep"},
+        trainer={"micro_tokens": 64},
+    )  # fmt: skip
+    restarts = 0
+
+    async def kill(run: Driver) -> None:
+        reference, files = run._runtime.reference, run._runtime.weights / "logprobs"
+        assert isinstance(reference, RuntimeRank)
+        while run.step < 1 or not list(files.glob("*/*.msgpack")):
+            await asyncio.sleep(0.001)
+        assert reference.process is not None
+        os.kill(reference.process.pid, signal.SIGKILL)
+
+    async def main() -> None:
+        nonlocal restarts
+        async with open_run(config) as run, asyncio.TaskGroup() as tasks:
+            tasks.create_task(kill(run))
+            await train(run)
+            assert isinstance(run._runtime.reference, RuntimeRank)
+            restarts = run._runtime.reference.restarts
+
+    asyncio.run(main())
+    steps = records(config)
+    assert restarts == 1 and [r["step"] for r in steps] == [1, 2, 3]
+    assert all(r["trainer"]["refused"] is None and r["trainer"]["kl_reference"] is not None for r in steps)
