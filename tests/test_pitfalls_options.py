@@ -107,6 +107,8 @@ SHOWN_BY = {
     "schedule.policy": "test_a_synchronous_run_repeats_bit_for_bit_and_is_on_policy",
     "rollout.environments": "test_a_run_opens_no_more_environments_than_it_may",
     "observe.events": "test_a_record_of_groups_alone_is_small_and_says_what_was_trained",
+    "trainer.inflight": "test_no_more_forward_passes_run_ahead_than_are_allowed",
+    "reference.pipeline": "test_a_loaded_reference_is_in_memory_only_where_it_is_resident",
     "trainer.lend": "test_a_trainer_rank_plays_while_it_waits_and_comes_home",
     "schedule.strict": "test_an_invalid_action_is_an_error_when_strict_and_counted_when_not",
     "algorithm.advantage": "test_advantage_options_change_the_advantages",
@@ -224,6 +226,7 @@ def test_every_option_can_be_set_on_the_command_line(tmp_path: Path, key: str) -
         "rollout.sampling.pass_high": ("rollout.sampling.pass_rates=f",),
         **{f"rollout.sampling.{name}": ("rollout.sampling.kind=frontier",) for name in FRONTIER},
         "trainer.lend": ("schedule.policy=springtide",),
+        "reference.pipeline": ("algorithm.kl_coef=0.1",),
         "trainer.param_dtype": ("trainer.sharding=fsdp",),
         "trainer.reduce_dtype": ("trainer.sharding=fsdp",),
     }.get(key, ())

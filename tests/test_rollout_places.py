@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -241,6 +242,26 @@ def test_news_of_an_attempt_that_is_over_changes_nothing_and_is_counted() -> Non
             floor.tell(attempt, ("returned", 5))
         floor.tell(attempt, ("turn", 9))
         assert len(floor.events) == before and floor.places.ignored["late"] == 1
+
+    run(test)
+
+
+def test_an_answer_that_comes_when_its_group_is_given_up_is_no_event() -> None:
+    """The run ended: the answer was on the way when the group was dropped, and its end contradicted the state."""
+
+    async def test() -> None:
+        floor = Floor()
+        floor.do(Route(0, 0, "a"))
+
+        class Answers(Moved):
+            async def call(self, method: str, *, deadline_s: float, **payload: Any) -> Any:
+                floor.apply(Dropped(0.0, 0, "run_ended"))
+                return SimpleNamespace(cause=None), ()
+
+        async with floor.places.attempt(0, 0, Answers()) as attempt:
+            await floor.places.play(attempt, None, deadline_s=1.0)  # type: ignore[arg-type]
+        assert not any(isinstance(event, Finished) for event in floor.events)
+        floor.places.finished(0, 0, False)
 
     run(test)
 

@@ -1,4 +1,4 @@
-"""The driver's own decisions, apart from a run."""
+"""What the driver does with the frozen ranks, apart from a run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from springtide.config import Algorithm
-from springtide.rollout.feeder import Versions
 from springtide.rundir import RunDirectory
-from springtide.trainer.driver import Driver
+from springtide.trainer.frozen import Frozen
 from springtide.wire import ConnectionLost
 
 
@@ -34,19 +33,20 @@ class Busy:
             self.cancelled = True
             raise
 
+    call = call_again
+
 
 def test_when_a_frozen_rank_is_lost_the_call_to_the_other_is_given_up(tmp_path: Path) -> None:
     """It went on behind the run's end, and its own failure was seen by nobody."""
     busy = Busy()
-    ranks = SimpleNamespace(reference=Lost(), proximal=busy)
-    config = SimpleNamespace(algorithm=Algorithm(kl_coef=0.1))
-    driver: Any = SimpleNamespace(
-        config=config, _runtime=ranks, _versions=Versions(0), directory=RunDirectory(tmp_path)
-    )
+    training = Busy()
+    ranks: Any = SimpleNamespace(reference=Lost(), proximal=busy, trainer=training, weights=tmp_path)
+    config: Any = SimpleNamespace(algorithm=Algorithm(kl_coef=0.1))
+    frozen = Frozen(config, ranks, RunDirectory(tmp_path))
 
     async def run() -> None:
         with pytest.raises(ConnectionLost, match="reference went away"):
-            await Driver._frozen_logprobs(driver, ())
-        assert busy.cancelled
+            await frozen.train((), 0, 1e-3, 1)
+        assert busy.cancelled and training.cancelled
 
     asyncio.run(run())

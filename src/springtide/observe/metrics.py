@@ -190,6 +190,7 @@ class Metrics:
             "episodes": counts.status.total(),
             "cut_turn_share": counts.cut_turns / max(1, counts.turns),
             "refused_actions": dict(counts.refused),
+            "ignored_news": dict(counts.ignored),
             "dropped": dict(counts.dropped),
             "env_errors": dict(counts.env_errors),
             "discarded_tokens": dict(counts.discarded),

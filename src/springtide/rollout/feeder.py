@@ -99,6 +99,7 @@ class Counts:
     dropped_tokens: list[int] = field(default_factory=list)
     discarded: Counter[str] = field(default_factory=Counter)  # sampled tokens by the cause they were discarded for
     refused: Counter[str] = field(default_factory=Counter)  # invalid actions of the policy, by kind
+    ignored: Counter[str] = field(default_factory=Counter)  # news of turns that was not taken, by cause
     turns: int = 0
     cut_turns: int = 0  # ended by the token limit
     env_s: float = 0.0
@@ -236,6 +237,7 @@ class Feeder:
 
     def take_counts(self) -> Counts:
         counts, self.counts = self.counts, Counts()
+        counts.ignored, self.places.ignored = self.places.ignored, counts.ignored
         return counts
 
     def _decide(self) -> None:
@@ -283,11 +285,11 @@ class Feeder:
         self._playing[visit] = task, draw
         birth = self._versions.current
         self._ledger.draw(visit, task, draw, self._config.rollout.group.n, birth)
-        self._admitted(visit, suite, birth)
+        self.apply(self._admitted(visit, suite, birth))
         return visit, task
 
-    def _admitted(self, visit: int, suite: str, birth: int) -> None:
-        self.apply(Admitted(time.time(), visit, suite, version_step(birth), self._config.rollout.group.n))
+    def _admitted(self, visit: int, suite: str, birth: int) -> Admitted:
+        return Admitted(time.time(), visit, suite, version_step(birth), self._config.rollout.group.n)
 
     def resume(self) -> None:
         """Take up what an incarnation before left ready or in flight."""
@@ -295,12 +297,12 @@ class Feeder:
             if row.state == "ready":
                 assert row.summary is not None
                 self.summaries[row.visit] = row.summary
-                self._admitted(row.visit, row.task.suite, row.birth)
-                self.apply(Ready(time.time(), row.visit, row.summary.get("tokens", 0)))
+                ready = Ready(time.time(), row.visit, row.summary.get("tokens", 0))
+                self.apply(self._admitted(row.visit, row.task.suite, row.birth), ready)
             else:
                 self._samplers[row.task.suite].resume(row.draw, row.task.id)
                 self._playing[row.visit] = row.task, row.draw
-                self._admitted(row.visit, row.task.suite, row.birth)
+                self.apply(self._admitted(row.visit, row.task.suite, row.birth))
                 self._started.append((row.visit, row.task))
         self._begin.set()
 
@@ -322,7 +324,8 @@ class Feeder:
                 except ConnectionLost:
                     # The worker died and all it held with it: play the group again on another.
                     self.counts.discarded["worker_lost"] += sum(s.generated for s in present.values())
-                    self.apply(Restarted(time.time(), visit))
+                    if visit in self._state.playing:  # else it was given up meanwhile
+                        self.apply(Restarted(time.time(), visit))
                 except asyncio.CancelledError:
                     cause = self._given_up.pop(visit, "run_ended")
                     self.counts.discarded[cause] += sum(s.generated for s in present.values())
@@ -352,7 +355,7 @@ class Feeder:
                 failures += not summary.killed
                 if failures > self._config.rollout.group.retries:  # the budget is used up: replace it, but not at once
                     await asyncio.sleep(min(_PAUSE_S, 0.1 * 2 ** (failures - self._config.rollout.group.retries)))
-                self.apply(Finished(time.time(), visit, number, False))
+                self.places.finished(visit, number, False)
 
         with contextlib.suppress(TimeoutError):  # what is present at the deadline is what the group has
             async with self._play_times[visit].timeout_at(deadline), task_group() as tasks:

@@ -115,8 +115,13 @@ class Places:
         )
         self.heard(news)
         if summary.cause is None:
-            self._apply(Finished(time.time(), *attempt.key, True))
+            self.finished(*attempt.key, True)
         return summary
+
+    def finished(self, visit: int, member: int, played: bool) -> None:
+        """An attempt is over; nothing, where its group was given up while its answer was on the way."""
+        if self._state.episode(visit, member) is not None:
+            self._apply(Finished(time.time(), visit, member, played))
 
     # --- what the policy decides --------------------------------------------------------------------------------------
 
