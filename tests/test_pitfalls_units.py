@@ -19,7 +19,7 @@ from springtide.engine.protocol import EngineError, EngineStats, Generation
 from springtide.env.inprocess import InProcessClient
 from springtide.observe.metrics import Metrics
 from springtide.rollout.episode import EpisodeSpec, play, summarise
-from springtide.rollout.evaluate import evaluate, pass_at_k
+from springtide.rollout.evaluate import evaluate, pass_at_k, wilson
 from springtide.rollout.feeder import Counts
 from springtide.schedule.events import Admitted, Ready, StepEnded, StepStarted
 from springtide.schedule.policy import Bounds
@@ -267,3 +267,11 @@ def test_the_table_of_faults_names_tests_that_exist() -> None:
                     missing.append(f"{area}: {name}")
     assert found > 60
     assert missing == []
+
+
+def test_an_interval_holds_its_own_mean() -> None:
+    """0 of 11 had an interval that began at 1e-17, and the run's picture could not be drawn."""
+    for n in range(1, 200):
+        for wins in (0, 1, n - 1, n):
+            low, high = wilson(wins, n)
+            assert low <= wins / n <= high
