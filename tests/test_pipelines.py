@@ -73,19 +73,22 @@ def test_a_streamed_step_is_the_whole_files_step_to_the_bit(tmp_path: Path, infl
     )
 
 
-def test_no_more_forward_passes_run_ahead_than_are_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("inflight", [1, 3])
+def test_no_more_forward_passes_run_ahead_than_are_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inflight: int
+) -> None:
     """Each holds its activations."""
     model = tiny_model(tmp_path / "model")
     items = tuple(write_groups(tmp_path / "groups", SHAPES))
     rank = Rank()
-    rank.init(settings(algorithm=ALGORITHM, trainer={"micro_tokens": 48, "inflight": 2}), str(model))
-    seen: list[int] = []
+    rank.init(settings(algorithm=ALGORITHM, trainer={"micro_tokens": 48, "inflight": inflight}), str(model))
+    passes: list[str] = []
     monkeypatch.setattr(streaming, "_PART_S", 0.05)
-    monkeypatch.setattr(streaming.Parts, "ready", lambda self, number: bool(seen.append(number)))
+    monkeypatch.setattr(streaming.Parts, "span", lambda self, what, number: lambda: passes.append(what))
     (tmp_path / "parts").mkdir()
     with pytest.raises(DataError, match=r"no reference log-probs of micro-batch 0 within 0\.05 s"):
         rank.train(items, 0, ref_logprobs=str(tmp_path / "parts"), streamed=True)
-    assert set(seen) == {0}
+    assert passes == ["forward"] * inflight
 
 
 def test_parts_of_other_rows_are_refused(tmp_path: Path) -> None:

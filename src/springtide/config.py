@@ -386,7 +386,7 @@ class Config(Table):
             "reference.pipeline: there is no reference without algorithm.kl_coef",
         )
         need(
-            self.reference.pipeline == "auto" or not self._adapter_is_reference,
+            self.reference.pipeline == "auto" or not self.adapter_is_reference,
             "reference.pipeline: an adapter is its own reference, turned off; give reference.path, or leave it auto",
         )
         lends = self.schedule.policy in ("hybrid_ranks", "springtide")
@@ -406,13 +406,14 @@ class Config(Table):
         return self
 
     @property
-    def _adapter_is_reference(self) -> bool:
+    def adapter_is_reference(self) -> bool:
+        """Whether the trainer's adapter, turned off, is the KL reference."""
         return self.trainer.lora.rank > 0 and self.reference.path is None
 
     @property
     def reference_apart(self) -> bool:
         """Whether the KL reference is a rank of its own."""
-        apart = self.reference.pipeline in ("auto", "streaming") and not self._adapter_is_reference
+        apart = self.reference.pipeline in ("auto", "streaming") and not self.adapter_is_reference
         return self.algorithm.kl_coef > 0 and apart
 
     @property

@@ -204,15 +204,12 @@ class Feeder:
         waits = group is not None and any(e.phase in ("waiting", "returned") for e in group.episodes.values())
         self._play_times[visit].stand_still(self._state.evaluating or waits)
 
-    async def changed(self, timeout_s: float) -> bool:
-        """Wait for the next event, or `timeout_s`; says whether there was one."""
-        try:
+    async def changed(self, timeout_s: float) -> None:
+        """Wait for the next event on which a batch may depend, for `timeout_s` at most."""
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
-        except TimeoutError:
-            return False
         self._changed.clear()
-        return True
 
     def hold(self, holding: bool) -> None:
         """Draw nothing while held (an evaluation of a synchronous run, the end of a run)."""

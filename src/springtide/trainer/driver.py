@@ -55,6 +55,7 @@ from springtide.trainer.roles import Roles
 from springtide.wire import ConnectionLost, RemoteError
 
 _EVAL_EPISODES = 256  # evaluation episodes at once
+_WITHIN_EPISODES = (*OF_EPISODES, Route, Pause, Resume)  # what `observe.events = groups` leaves out
 _SLACK_S = 60.0  # beyond a group's deadline, until a wait without any event counts as stuck
 _LOOK_S = 1.0  # at the clock, while no event comes
 _TELL_S = 0.5  # how often the display hears what the loop waits for
@@ -521,7 +522,7 @@ class Driver:
         return await self._runtime.pace_counts() if self.config.runtime.pace.device != "none" else {}
 
     def _record(self, event: Any) -> None:
-        of_episode = isinstance(event, (*OF_EPISODES, Route, Pause, Resume))
+        of_episode = isinstance(event, _WITHIN_EPISODES)
         if of_episode and self.config.observe.events == "groups":
             return
         self._events.write(json.dumps(event_to_json(event)) + "\n")

@@ -35,8 +35,8 @@ class Frozen:
     async def open(self) -> None:
         """Give the reference the weights of the run's start, and the proximal policy a model to pull into."""
         start, reference = self._directory.path / "start", self._runtime.reference
-        own = self._config.trainer.lora.rank > 0 and self._config.reference.path is None
-        if reference is not None and not own and not start.exists() and self._config.reference.path is None:
+        needed = self._config.reference.path is None and not self._config.adapter_is_reference
+        if reference is not None and needed and not start.exists():
             await self._runtime.trainer.call("export", deadline_s=STEP_S, path=str(start))
         for rank in (reference, self._runtime.proximal):
             if isinstance(rank, Rank):
